@@ -1,11 +1,12 @@
 """Mathematics on packed tensors: pure functions, one tested definition each. Imports nothing of ours.
 
-Notation: T packed tokens, S sequences laid end to end, G samples of one prompt. `cu_seqlens` [S + 1] says
-where each sequence begins, `loss_mask_T` is 1 where a token is trained. pi is the policy with gradient
-(`current_logprobs`), mu the one that sampled (`behavior_logprobs`), pi_prox the learner's before the update
-(`proximal_logprobs`).
+Notation: T packed tokens, S sequences laid end to end, G samples of one prompt. A sequence is all that one rollout
+trains, with every row of an agent's; `gae` alone looks at rows. `cu_seqlens` [S + 1] says where each sequence begins,
+`loss_mask_T` is 1 where a token is trained. pi is the policy with gradient (`current_logprobs`), mu the one that
+sampled (`behavior_logprobs`), pi_prox the learner's before the update (`proximal_logprobs`).
 
     rewards ─ advantages.py ─► A_S              comparisons: with the group, the others in it, the batch
+    rewards, tree ─ turns.py ─► A_K             of turns: returns along the tree of an episode, compared with the group
     rewards, values ─ returns.py ─► A_T         a critic's: generalized estimation, whitening, turns; terms of a reward:
                                                 length, overlong penalty, KL taken from it
     logprobs ─ ratios.py ─► r_T, s_S            of a token; of a sequence: product, geometric mean, GSPO's token form

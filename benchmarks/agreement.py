@@ -138,8 +138,9 @@ def compare(told: object) -> dict[str, Any]:
         if used is None and name == "replay":
             continue
         given = [
-            from_trajectory(decode_trajectory(frame), advantages=1.0, step=0, max_lag=0, routing=used)
+            sequence
             for frame in frames
+            for sequence in from_trajectory(decode_trajectory(frame), advantages=1.0, step=0, max_lag=0, routing=used)
         ]
         figures[name] = differences(given, _learner_logprobs(backend, given))
         if used is not None:

@@ -38,6 +38,24 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     options: Annotated[dict[str, Any], Meta(description="keyword arguments of the advantage function")] = {}
 
 
+class CreditConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The rewards of an episode that each of its turns answers for."""
+
+    kind: Annotated[
+        Literal["episode", "turn"],
+        Meta(
+            description="episode: all tokens of a rollout share the advantage of its reward; turn: each turn has that"
+            " of its return, which is its own reward, those of the turns that go on after it, and what the whole"
+            " episode got at its end (advantage.kind is group_mean_std, group_mean or leave_one_out; or gae, to which"
+            " rewards are given at the ends of turns)"
+        ),
+    ] = "episode"
+    gamma: Annotated[
+        float,
+        Meta(gt=0, le=1, description="of kind=turn: the factor of a reward for each turn between; gae has its own"),
+    ] = 1.0
+
+
 class ObjectiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The surrogate that is maximized, and the policy that its ratio is anchored to."""
 
@@ -113,7 +131,11 @@ class RewardShapingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         ),
     ] = 0
     length_normalized: Annotated[
-        bool, Meta(description="rewards are divided by the response's length in units of sampling.max_new_tokens")
+        bool,
+        Meta(
+            description="rewards are divided by the response's length in units of sampling.max_new_tokens; of an"
+            " episode all tokens count, those of tools, of every branch and of auxiliary calls among them"
+        ),
     ] = False
 
 
@@ -178,6 +200,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str, Meta(description="name of a published composition: grpo, gspo, dapo, tis, ... (`headway algorithms`)")
     ] = "grpo"
     advantage: AdvantageConfig = AdvantageConfig()
+    credit: CreditConfig = CreditConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     corrections: tuple[CorrectionConfig, ...] = ()
     proximal: Annotated[
@@ -209,7 +232,8 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(
             description="responses that ended at sampling.max_new_tokens or engine.max_model_len, and not by"
             " themselves, are not trained; their rewards still count in their group; a step without any other response"
-            " still moves the weights by Adam's momentum and weight decay"
+            " still moves the weights by Adam's momentum and weight decay. Of an episode its finish_reason decides,"
+            " which is that of its last trained turn; all rows of an agent's are left out together"
         ),
     ] = False
     dynamic_sampling: Annotated[

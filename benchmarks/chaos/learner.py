@@ -25,7 +25,7 @@ from headway.deploy.roles.observer import RunObserver
 from headway.learner.backends.base import Backend, Snapshot, TokenLoss
 from headway.learner.backends.snapshots import save
 from headway.learner.batching.batch import PackedBatch
-from headway.learner.batching.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence, rollouts_of
 from headway.learner.checkpoint import read_checkpoint
 from headway.learner.config import ModelConfig, OptimizerConfig
 from headway.learner.stages import starting_point
@@ -168,13 +168,14 @@ class TrailObserver(RunObserver):
 
     def on_step(self, step: TrainedStep) -> None:
         pairs = [(group, trajectory) for group in step.groups for trajectory in group.trajectories]
-        trained = (_trained(*pair, sequence) for pair, sequence in zip(pairs, step.scored.sequences, strict=True))
+        rollouts = rollouts_of(step.scored.sequences)
+        trained = (_trained(*pair, rows) for pair, rows in zip(pairs, rollouts, strict=True))
         self._backend.trail.append(StepRecord(step.version, self._digest, tuple(trained)))
         super().on_step(step)
 
 
-def _trained(group: Group, trajectory: Trajectory, sequence: PackableSequence) -> Trained:
-    over = (sequence.lags > MAX_LAG) & (sequence.loss_mask != 0)
+def _trained(group: Group, trajectory: Trajectory, rows: Sequence[PackableSequence]) -> Trained:
+    over = sum(int(((row.lags > MAX_LAG) & (row.loss_mask != 0)).sum()) for row in rows)
     wrong = what_is_wrong(group.prompt, trajectory)
     pill = is_pill(trajectory)
-    return Trained(str(trajectory.tid), trajectory.spans, int(over.sum()), wrong, trajectory.identity, pill)
+    return Trained(str(trajectory.tid), trajectory.spans, over, wrong, trajectory.identity, pill)

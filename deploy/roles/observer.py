@@ -23,7 +23,7 @@ from headway.learner.backends.base import Backend
 from headway.learner.experience.broker_retries import StopRequested
 from headway.learner.experience.length_drift import length_class
 from headway.learner.experience.stream import Experience
-from headway.learner.objective.lag_metrics import figures_by_lag, lag_of_sequence, tokens_by_lag
+from headway.learner.objective.lag_metrics import figures_by_lag, lags_of_rollouts, tokens_by_lag
 from headway.learner.objective.shaping import is_truncated, trajectories_of
 from headway.learner.stages.loop import TrainedStep, seconds_by_phase
 
@@ -193,7 +193,7 @@ def step_event(step: TrainedStep, total_steps: int, time_s: float) -> StepEvent:
 def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps: int, time_s: float) -> StepMetrics:
     sequences, taken = step.scored.sequences, trajectories_of(step.groups)
     truncated = sum(map(is_truncated, taken))
-    lags = [lag_of_sequence(sequence) for sequence in sequences]
+    lags = lags_of_rollouts(sequences)
     packed_tokens = sum(len(sequence.token_ids) for sequence in sequences)
     responses = [len(t.response_tokens) for t in trajectories]
     figures = {**step.update.algorithm, **step.scored.figures}

@@ -1,8 +1,11 @@
 """The packed batch: sequences laid end to end in one row, never padded.
 
-T packed tokens, S sequences, L layers with experts, K experts of a token, C candidates in its place. Every [T] field
-speaks of the token at its own place: `behavior_logprobs_T[t]` is the logprob of token t given its sequence before t.
-The first token of a sequence has none and is never trained.
+The sequences of a rollout lie one after another. It has one, or, of an agent that branches, several
+(`broker.wire.rows`): the model computes each by itself, and the loss takes all of them together for one sequence.
+
+T packed tokens, S sequences, U rollouts, L layers with experts, K experts of a token, C candidates in its place. Every
+[T] field speaks of the token at its own place: `behavior_logprobs_T[t]` is the logprob of token t given its sequence
+before t. The first token of a sequence has none and is never trained.
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +30,8 @@ class PackedBatch:
     """[T] int64, restarting at 0 with every sequence."""
     cu_seqlens: torch.Tensor
     """[S + 1] int32, where each sequence begins; the last entry is T."""
+    cu_rollouts: torch.Tensor | None = None
+    """[U + 1] int32, where each rollout begins; None: each has one sequence."""
     loss_mask_T: torch.Tensor
     """[T] float32, 1 where the token is trained."""
     behavior_logprobs_T: torch.Tensor
@@ -64,8 +69,13 @@ class PackedBatch:
 
     @property
     def tokens(self) -> Tokens:
-        """The tensors that functions of `algorithms` take."""
-        return Tokens(self.behavior_logprobs_T, self.advantages_T, self.loss_mask_T, self.lags_T, self.cu_seqlens)
+        """The tensors that functions of `algorithms` take. Their sequences are rollouts."""
+        return Tokens(self.behavior_logprobs_T, self.advantages_T, self.loss_mask_T, self.lags_T, self.rollouts)
+
+    @property
+    def rollouts(self) -> torch.Tensor:
+        """[U + 1] where each rollout begins: the bounds of all that a loss says of sequences."""
+        return self.cu_seqlens if self.cu_rollouts is None else self.cu_rollouts
 
     @property
     def picked(self) -> torch.Tensor | None:
@@ -83,6 +93,10 @@ class PackedBatch:
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_rollouts(self) -> int:
+        return self.rollouts.numel() - 1
 
     @property
     def num_tokens(self) -> int:

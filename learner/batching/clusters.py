@@ -5,9 +5,10 @@ all of them may keep the others waiting. So groups are also planned in halves, q
 that takes the least time by the cost model. All units of a cluster have one prompt. What else they share, also with
 other clusters of a row, the tree finds.
 
-A unit are sequences that a loss compares, such as the two responses of a pair: a row holds its units one after another,
-and each unit's sequences in their order. The plan is that of `packing`, for which a unit counts as one sequence of all
-its tokens, and units that share tokens as one sequence of those that are computed.
+A unit are sequences that a loss compares, such as the two responses of a pair, or that it takes together, as all rows
+of an agent's rollout: a row holds its units one after another, and each unit's sequences in their order. The plan is
+that of `packing`, for which a unit counts as one sequence of all its tokens, and units that share tokens as one
+sequence of those that are computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,8 @@ def clusters_of(
     lengths = [sum(len(sequence.token_ids) for sequence in unit) for unit in units]
     costs = cost.of_sequences(lengths).tolist()
     alone = [UnitCluster((index,), lengths[index], costs[index], is_shared=False) for index in range(len(units))]
+    if prefix_sharing != "never":
+        alone = [_within(unit, units[unit.units[0]], micro_batch_tokens, cost) for unit in alone]
     separate = (alone, _planned(alone, replicas, micro_batch_tokens))
     if prefix_sharing == "never" or not units:
         return separate
@@ -73,6 +76,15 @@ def clusters_of(
     quickest = min(shared, key=lambda one: _duration(one[0], one[1], cost))
     is_quicker = _duration(*quickest, cost) < (1 - LEAST_SAVED) * _duration(*separate, cost)
     return quickest if is_quicker or prefix_sharing == "always" else separate
+
+
+def _within(alone: UnitCluster, unit: Sequence[PackableSequence], budget: int, cost: CostModel) -> UnitCluster:
+    """Returns the cluster of a unit alone. Rows of a rollout share their tokens where the budget is too small for all
+    of them apart: as a tree they have no more positions than prompt and response, and one more for each row."""
+    if alone.room <= budget or not any(sequence.is_further_row for sequence in unit):
+        return alone
+    size = size_of([labels(sequence) for sequence in unit])
+    return UnitCluster(alone.units, _room(size), cost.of_tree(size), is_shared=True)
 
 
 def _divided(

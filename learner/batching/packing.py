@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Experts, Trajectory
 from headway.broker.staleness import is_too_stale, lag_of
+from headway.broker.wire.rows import AgentRow, is_of_agent, rows_of
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.cost import DEFAULT_COST, CostModel
 from headway.learner.batching.tree import Labels, build_tree, labels_of
 
-from .router_replay import Routing
+from .router_replay import Routing, RoutingError
 
 Plan = list[list[list[int]]]
 """[replica][micro-batch] -> indices of its sequences, ascending."""
@@ -40,7 +41,8 @@ class Candidates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackableSequence:
-    """One prompt with its response. L tokens, the last R of them the response."""
+    """One prompt with its response, or one row of an agent's rollout. L tokens, the last R of them the response; of a
+    row, those from the first one that it trains."""
 
     token_ids: NDArray[np.int32]
     """[L]"""
@@ -59,6 +61,19 @@ class PackableSequence:
     """[R] as in a trajectory."""
     candidates: Candidates | None = None
     """A teacher's candidates for the response; None: there is no teacher."""
+    is_further_row: bool = False
+    """Whether it is a row of the same rollout as the sequence before it."""
+
+
+def rollouts_of(sequences: Sequence[PackableSequence]) -> list[list[PackableSequence]]:
+    """Returns the sequences of each rollout, in order."""
+    rollouts: list[list[PackableSequence]] = []
+    for sequence in sequences:
+        if sequence.is_further_row:
+            rollouts[-1].append(sequence)
+        else:
+            rollouts.append([sequence])
+    return rollouts
 
 
 def from_trajectory(
@@ -68,23 +83,24 @@ def from_trajectory(
     step: int,
     max_lag: int,
     routing: Routing | None = None,
+    has_teacher: bool = False,
     has_candidates: bool = False,
-) -> PackableSequence:
-    """Returns the sequence that step `step` trains of a trajectory. `advantages` is one for all tokens, or [R].
+) -> list[PackableSequence]:
+    """Returns the sequences that step `step` trains of a trajectory: one, or, of an agent's, one for each row.
+    `advantages` is one for all tokens, or [R].
 
     `routing` describes a model whose routers replay the engine's choices. Raises RoutingError if the trajectory lacks
-    them. With `has_candidates` it has those of a teacher, too. Raises HeadwayError if the trajectory lacks those.
+    them. With `has_teacher` a teacher's logprobs are trained on, with `has_candidates` its candidates, too. Raises
+    HeadwayError if the trajectory lacks those, or if its rows are not what the teacher read.
 
     Tokens over the staleness bound are context only. With `staleness.on_over_bound` requeue or drop the broker gives
     out no such tokens, unless the bound was lowered since.
     """
-    lags = np.zeros(len(trajectory.response_tokens), np.int64)
-    loss_mask = trajectory.loss_mask.copy()
-    for span in trajectory.spans:
-        lags[span.start : span.end] = lag_of(span.version, step)
-        if is_too_stale(span.version, step, max_lag):
-            loss_mask[span.start : span.end] = 0
-    return PackableSequence(
+    loss_mask, lags = mask_and_lags(trajectory, step, max_lag)
+    rows = _agent_rows(trajectory)
+    if rows:
+        _check_rows(trajectory, has_routing=routing is not None, has_teacher=has_teacher or has_candidates)
+    whole = PackableSequence(
         token_ids=np.concatenate([trajectory.prompt_tokens, trajectory.response_tokens]).astype(np.int32),
         prompt_length=len(trajectory.prompt_tokens),
         loss_mask=loss_mask,
@@ -95,6 +111,55 @@ def from_trajectory(
         teacher_logprobs=trajectory.teacher_logprobs,
         candidates=_candidates(trajectory) if has_candidates else None,
     )
+    return [_row(whole, row, is_further=number > 0) for number, row in enumerate(rows)] or [whole]
+
+
+def mask_and_lags(trajectory: Trajectory, step: int, max_lag: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Returns [R] which response tokens step `step` trains, and [R] their lags."""
+    lags = np.zeros(len(trajectory.response_tokens), np.int64)
+    loss_mask = trajectory.loss_mask.copy()
+    for span in trajectory.spans:
+        lags[span.start : span.end] = lag_of(span.version, step)
+        if is_too_stale(span.version, step, max_lag):
+            loss_mask[span.start : span.end] = 0
+    return loss_mask, lags
+
+
+def _agent_rows(trajectory: Trajectory) -> list[AgentRow]:
+    """Returns the rows of an agent's episode; none where prompt and response, one after the other, are the only row."""
+    if not is_of_agent(trajectory.turns):
+        return []
+    rows, length = rows_of(trajectory), len(trajectory.prompt_tokens) + len(trajectory.response_tokens)
+    return [] if len(rows) == 1 and len(rows[0].token_ids) == length else rows
+
+
+def _row(whole: PackableSequence, row: AgentRow, *, is_further: bool) -> PackableSequence:
+    """Returns a row of the episode whose prompt and response are `whole`."""
+    return PackableSequence(
+        token_ids=row.token_ids,
+        prompt_length=row.context_length,
+        loss_mask=whole.loss_mask[row.positions],
+        behavior_logprobs=whole.behavior_logprobs[row.positions],
+        lags=whole.lags[row.positions],
+        advantages=whole.advantages[row.positions],
+        is_further_row=is_further,
+    )
+
+
+def _check_rows(trajectory: Trajectory, *, has_routing: bool, has_teacher: bool) -> None:
+    """Raises HeadwayError where a setting needs values of tokens in the order in which they lie in the response, which
+    is not the order in which the model read them."""
+    what = "an agent's episode with branches, or with a prompt or calls of the agent's own that no row has"
+    if has_routing:
+        raise RoutingError(
+            f"{trajectory.tid} is {what}, and algorithm.router_replay=true knows the experts of one row alone; set it"
+            " to false."
+        )
+    if has_teacher:
+        raise HeadwayError(
+            f"{trajectory.tid} is {what}, and a teacher (algorithm.distillation.coefficient above 0) reads a response"
+            " as one row: its logprobs are those of other texts. Set the coefficient to 0."
+        )
 
 
 def _candidates(trajectory: Trajectory) -> Candidates:
@@ -279,6 +344,7 @@ def concatenate(sequences: Sequence[PackableSequence], *, is_tree: bool = False)
         token_ids_T=_joined([s.token_ids for s in sequences], np.int64),
         position_ids_T=_joined([np.arange(length) for length in lengths], np.int64),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        cu_rollouts=_rollout_bounds(sequences),
         loss_mask_T=_joined(masks, np.float32),
         behavior_logprobs_T=_joined(logprobs, np.float32),
         advantages_T=_joined(advantages, np.float32),
@@ -289,6 +355,14 @@ def concatenate(sequences: Sequence[PackableSequence], *, is_tree: bool = False)
         teacher_logprobs_TC=_joined_candidates(sequences, lambda candidates: candidates.logprobs),
         tree=build_tree([labels(sequence) for sequence in sequences]) if is_tree else None,
     )
+
+
+def _rollout_bounds(sequences: Sequence[PackableSequence]) -> torch.Tensor | None:
+    """[U + 1] where each rollout begins; None where each has one sequence."""
+    if not any(sequence.is_further_row for sequence in sequences):
+        return None
+    lengths = [sum(len(sequence.token_ids) for sequence in rows) for rows in rollouts_of(sequences)]
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 def labels(sequence: PackableSequence) -> Labels:

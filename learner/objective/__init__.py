@@ -1,7 +1,7 @@
 """One update of the policy: the composed objective, the critic, shaped rewards, and the optimizer steps.
 
     update.py: rewards ─► shaping.py ─► advantages ─► packing ─► proximal logprobs ─► loss.py ─► optimizer
-                          critic.py: values
+                          critic.py: values; credit.py: advantages or rewards of single turns
 
     composition.py        the names of a recipe ─► functions of `algorithms`; refuses those that do not fit together
     catalog.py            every function and preset, for `headway algorithms` and the reference

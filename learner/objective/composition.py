@@ -25,6 +25,7 @@ from headway.algorithms.preferences import PREFERENCES, REFERENCE_FREE
 from headway.algorithms.proximal import PROXIMAL
 from headway.algorithms.returns import gae
 from headway.algorithms.tokens import Tokens
+from headway.algorithms.turns import TURN_ADVANTAGES
 from headway.broker.errors import ConfigError
 from headway.broker.schema import Group
 from headway.broker.user_code.import_paths import load
@@ -133,6 +134,8 @@ Surrogate = Callable[..., tuple[torch.Tensor, Metrics]]
 `algorithms.preferences`."""
 Advantage = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
 """(rewards_S, group_S) -> (advantages_S, metrics); see `algorithms.advantages`."""
+TurnAdvantage = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Metrics]]
+"""(returns_K, rollout_K, group_S) -> (advantages_K, metrics); see `algorithms.turns`."""
 Aggregation = Callable[..., torch.Tensor]
 """The signature of aggregations, and of `pair_mean`; `algorithms.aggregation` describes them."""
 
@@ -221,6 +224,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     open_corrections(config)
     open_aggregation(config)
     check_pairs(config)
+    _check_credit(config)
     _check_distillation(config)
     _check_entropy(config)
     _check_corrections(config)
@@ -252,6 +256,34 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     if config.kl.ema_decay < 1 and not needs_reference(config):
         raise ConfigError(
             "algorithm.kl.ema_decay moves a reference that kl.coefficient=0 does not use; set one of them."
+        )
+
+
+def credits_turns(config: AlgorithmConfig) -> bool:
+    """True where each turn of an episode has an advantage, or a reward, of its own."""
+    return config.credit.kind == "turn"
+
+
+def _check_credit(config: AlgorithmConfig) -> None:
+    if config.credit.gamma != 1 and (not credits_turns(config) or needs_critic(config)):
+        remedy = "set algorithm.advantage.options.gamma" if needs_critic(config) else "set algorithm.credit.kind=turn"
+        raise ConfigError(
+            f"algorithm.credit.gamma={config.credit.gamma:g} discounts the returns of turns, which nothing here uses;"
+            f" {remedy}, or gamma=1."
+        )
+    if not credits_turns(config):
+        return
+    if not needs_critic(config):
+        open_turn_advantage(config)
+    if config.reward.length_normalized:
+        raise ConfigError(
+            "algorithm.reward.length_normalized divides the reward of a whole response, of which"
+            " algorithm.credit.kind=turn gives each turn a part; set it to false, or credit.kind=episode."
+        )
+    if config.dynamic_sampling:
+        raise ConfigError(
+            "algorithm.dynamic_sampling drops groups whose samples all got the same reward, but"
+            " algorithm.credit.kind=turn compares their turns and learns from them; set it to 0."
         )
 
 
@@ -321,6 +353,18 @@ def _check_corrections(config: AlgorithmConfig) -> None:
 def open_advantage(config: AlgorithmConfig) -> Advantage:
     """Returns the advantage function with its options bound; a user's own is imported."""
     advantage: Advantage = open_part(config.advantage, ADVANTAGES, "algorithm.advantage", also=(GAE,))
+    return advantage
+
+
+def open_turn_advantage(config: AlgorithmConfig) -> TurnAdvantage:
+    """Returns the function of turns that the advantage of rollouts names, with its options bound. Raises
+    ConfigError."""
+    if config.advantage.kind not in TURN_ADVANTAGES:
+        raise ConfigError(
+            f"algorithm.credit.kind=turn compares returns of turns, which advantage.kind={config.advantage.kind} does"
+            f" not; set algorithm.advantage.kind to {', '.join(TURN_ADVANTAGES)} or {GAE}, or credit.kind=episode."
+        )
+    advantage: TurnAdvantage = open_part(config.advantage, TURN_ADVANTAGES, "algorithm.advantage")
     return advantage
 
 

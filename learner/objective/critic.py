@@ -101,6 +101,7 @@ class Critic:
 
 def outcome_rewards(batch: PackedBatch) -> torch.Tensor:
     """[T] the reward of each sequence at its last trained token, 0 elsewhere; `advantages_T` holds the rewards here.
+    Each row of a rollout ends with the rollout's: its tokens look ahead along their own row alone.
 
     The caller adds rewards of single tokens, such as a KL penalty.
     """

@@ -9,12 +9,17 @@ import numpy as np
 
 from headway.algorithms.metrics import LAG_BUCKETS
 from headway.broker.schema.step_metrics import LagFigures
-from headway.learner.batching.packing import PackableSequence
+from headway.learner.batching.packing import PackableSequence, rollouts_of
 
 
 def lag_of_sequence(sequence: PackableSequence) -> int:
     """Returns the lag of the oldest trained token; 0 where none is trained."""
     return int((sequence.lags * sequence.loss_mask).max(initial=0))
+
+
+def lags_of_rollouts(sequences: Sequence[PackableSequence]) -> list[int]:
+    """Returns the lag of the oldest trained token of each rollout, in any of its rows."""
+    return [max(map(lag_of_sequence, rows)) for rows in rollouts_of(sequences)]
 
 
 def tokens_by_lag(sequences: Sequence[PackableSequence]) -> dict[int, int]:
@@ -29,11 +34,11 @@ def figures_by_lag(
 ) -> dict[int, LagFigures]:
     """Returns the figures of every bucket of LAG_BUCKETS that occurs, by its largest lag.
 
-    `rewards` are those of the sequences' trajectories, in their order; `of_tokens` is `Update.by_lag`.
+    `rewards` are those of the rollouts' trajectories, in their order; `of_tokens` is `Update.by_lag`.
     """
     rewards_by_lag: dict[int, list[float]] = {}
-    for sequence, reward in zip(sequences, rewards, strict=True):
-        rewards_by_lag.setdefault(bucket_of(lag_of_sequence(sequence)), []).append(reward)
+    for lag, reward in zip(lags_of_rollouts(sequences), rewards, strict=True):
+        rewards_by_lag.setdefault(bucket_of(lag), []).append(reward)
     tokens: Counter[int] = Counter()
     for lag, count in tokens_by_lag(sequences).items():
         tokens[bucket_of(lag)] += count

@@ -11,6 +11,9 @@ weighted. A loss of pairs has one loss and one weight for both responses of a pa
 
     share = sum_p weights_p * loss_p / pairs
 
+A sequence, of which aggregations, ratios, corrections and losses of pairs speak, is a whole rollout: all rows of an
+agent's episode together, so one that branches weighs no more than one that does not.
+
 `composition` lists the names, and which of them fit together.
 """
 
@@ -56,7 +59,8 @@ from .composition import (
 
 
 class Denominators(NamedTuple):
-    """The tokens and sequences that one update trains, over all its micro-batches and ranks."""
+    """The tokens and sequences that one update trains, over all its micro-batches and ranks. All rows of a rollout are
+    one sequence here."""
 
     tokens: float
     """The tokens with mask 1."""
@@ -92,8 +96,8 @@ def local(values: Sequence[float]) -> Sequence[float]:
 def denominators(batches: Sequence[PackedBatch], sum_over_ranks: OverRanks = local) -> Denominators:
     """Returns the counts of the whole update. Collective if `sum_over_ranks` is."""
     tokens = sum(float(batch.loss_mask_T.sum()) for batch in batches)
-    sequences = sum(float(aggregation.trained_sequences(batch.loss_mask_T, batch.cu_seqlens)) for batch in batches)
-    pairs = sum(batch.num_sequences / 2 for batch in batches)
+    sequences = sum(float(aggregation.trained_sequences(batch.loss_mask_T, batch.rollouts)) for batch in batches)
+    pairs = sum(batch.num_rollouts / 2 for batch in batches)
     return Denominators(*sum_over_ranks([tokens, sequences, pairs]))
 
 
@@ -110,7 +114,7 @@ class Objective:
         check_algorithm(config)
         self._config, self._max_new_tokens = config, max_new_tokens
         self.is_of_pairs = is_of_pairs(config)
-        """True where sequences 2p and 2p + 1 of every micro-batch are the chosen and the rejected one of a pair."""
+        """True where rollouts 2p and 2p + 1 of every micro-batch are the chosen and the rejected one of a pair."""
         self.needs_proximal = needs_proximal(config) and not is_one_update
         has_penalty = config.kl.coefficient > 0 and config.kl.place == "loss"
         self.needs_reference = has_penalty or compares_with_reference(config)
@@ -255,13 +259,13 @@ class Objective:
         weights_T, of_weights = self._weights(batch, corrections, current_T, proximal_T)
         metrics = {**policy_gap(proximal_T, batch.tokens), **of_teacher, **of_weights}
         if self.is_of_pairs:
-            losses_P, of_pairs = self._surrogate(current_T, reference_T, batch.loss_mask_T, batch.cu_seqlens)
-            weights_P = weights_T[batch.cu_seqlens[:-1:2].long()]  # all tokens of a pair have the same
+            losses_P, of_pairs = self._surrogate(current_T, reference_T, batch.loss_mask_T, batch.rollouts)
+            weights_P = weights_T[batch.rollouts[:-1:2].long()]  # all tokens of a pair have the same
             return self._aggregate(losses_P, weights_P, pairs=whole.pairs), {**metrics, **of_pairs}
         losses_T, of_tokens = self._surrogate(current_T, anchor_T, batch.tokens)
         losses_T, of_loss = self._with_distillation(losses_T, batch, current, anchor_T)
         losses_T, of_penalty = self._penalized(losses_T * weights_T, batch, current, reference_T)
-        shares_T = self._aggregate(batch.loss_mask_T, batch.cu_seqlens, tokens=whole.tokens, sequences=whole.sequences)
+        shares_T = self._aggregate(batch.loss_mask_T, batch.rollouts, tokens=whole.tokens, sequences=whole.sequences)
         return (losses_T * shares_T).sum(), {**metrics, **of_tokens, **of_loss, **of_penalty}
 
     def _weights(

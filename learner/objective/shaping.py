@@ -73,7 +73,7 @@ def shaped_rewards(groups: Sequence[Group], config: RewardShapingConfig, max_new
 
 def group_advantages(groups: Sequence[Group], rewards_S: torch.Tensor, advantage: Advantage) -> list[float]:
     """Returns an advantage for each trajectory, in the order of `groups`."""
-    advantages_S, _ = advantage(rewards_S, _group_indices(groups))
+    advantages_S, _ = advantage(rewards_S, group_indices(groups))
     return [float(advantage) for advantage in advantages_S.tolist()]
 
 
@@ -95,6 +95,6 @@ def reward_stats(groups: Sequence[Group]) -> RewardStats:
     )
 
 
-def _group_indices(groups: Sequence[Group]) -> torch.Tensor:
+def group_indices(groups: Sequence[Group]) -> torch.Tensor:
     """[S] the number of each trajectory's group."""
     return torch.tensor([number for number, group in enumerate(groups) for _ in group.trajectories], dtype=torch.int64)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Generic, TypeVar, overload
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headway.algorithms.metrics import summarize, summarize_by_lag
 from headway.algorithms.ratios import KL_ESTIMATORS
@@ -24,12 +26,13 @@ from headway.learner.backends.base import Backend, CheckpointPart, TrainableMode
 from headway.learner.batching.batch import PackedBatch
 from headway.learner.batching.clusters import PrefixSharing, Row, Unit, pack_units
 from headway.learner.batching.cost import DEFAULT_COST, CostModel
-from headway.learner.batching.packing import PackableSequence, from_trajectory
+from headway.learner.batching.packing import PackableSequence, from_trajectory, mask_and_lags, rollouts_of
 from headway.learner.batching.router_replay import Routing
 from headway.learner.config import LearnerConfig, OptimizerConfig, learning_rate
 from headway.learner.ranks import Ranks
 
-from .composition import open_advantage, pairs_of
+from .composition import credits_turns, needs_teacher, open_advantage, open_turn_advantage, pairs_of
+from .credit import token_rewards, turn_advantages
 from .critic import Critic, outcome_rewards
 from .logprob_agreement import LogprobAgreement
 from .loss import Objective, whole_report
@@ -44,9 +47,10 @@ class ScoredBatch:
     """A batch with its advantages, the same on every rank; for a critic the rewards are in their place."""
 
     sequences: tuple[PackableSequence, ...]
-    """The sequences that the step trains; for a loss of pairs each chosen one before its rejected one."""
+    """The sequences that the step trains, those of a rollout one after another (`packing.rollouts_of`); for a loss of
+    pairs each chosen rollout before its rejected one."""
     trajectories: tuple[Trajectory, ...]
-    """The trajectory of each sequence. A loss of pairs leaves out all others of the step's groups, and
+    """The trajectory of each rollout. A loss of pairs leaves out all others of the step's groups, and
     `algorithm.mask_truncated` those that were truncated."""
     rewards: RewardStats
     """The rewards of all trajectories of the step's groups."""
@@ -164,7 +168,7 @@ class Updater:
 
     def compute_advantages(self, groups: Sequence[Group], step: int) -> ScoredBatch:
         """Computes advantages within each group, and chooses what is trained; tokens over the staleness bound become
-        context.
+        context. A rollout counts once in its group, however many rows and turns it has.
 
         With `algorithm.mask_truncated` truncated responses are compared and not trained: their rewards count in their
         group, their tokens in no sum and no denominator of a loss. A pair with one of them is not trained.
@@ -174,32 +178,33 @@ class Updater:
         count truncated ones there.
         """
         rewards_S = shaped_rewards(groups, self._config.algorithm.reward, self._config.max_new_tokens)
-        if self._advantage is None:
-            advantages = rewards_S.tolist()
-        else:
-            if self._reward_kl is not None:
-                rewards_S = self._less_kl(rewards_S, self._sequences(groups, [0.0] * len(rewards_S), step))
+        if self._critic is None and self._reward_kl is not None:
+            rewards_S = self._less_kl(rewards_S, self._rollouts(groups, [0.0] * len(rewards_S), step))
+        advantages = rewards_S.tolist()
+        if self._advantage is not None:
             advantages = group_advantages(groups, rewards_S, self._advantage)
-        sequences, trajectories = self._sequences(groups, advantages, step), trajectories_of(groups)
+        of_turns = self._of_turns(groups, rewards_S, step)
+        rollouts, trajectories = self._rollouts(groups, of_turns or advantages, step), trajectories_of(groups)
         may_train = [not (self._config.algorithm.mask_truncated and is_truncated(one)) for one in trajectories]
         trained, figures = [index for index, may in enumerate(may_train) if may], dict[str, float]()
         if self._objective.is_of_pairs:
-            has_loss = [may and bool(one.loss_mask.any()) for may, one in zip(may_train, sequences, strict=True)]
+            has_loss = [may and _has_loss(rows) for may, rows in zip(may_train, rollouts, strict=True)]
             pairs = pairs_of(groups, advantages, has_loss)
             trained = [index for pair in pairs for index in pair]
             figures = {"pairs": len(pairs), "groups_without_pair": len(groups) - len(pairs)}
         return ScoredBatch(
-            sequences=tuple(sequences[index] for index in trained),
+            sequences=tuple(sequence for index in trained for sequence in rollouts[index]),
             trajectories=tuple(trajectories[index] for index in trained),
             rewards=reward_stats(groups),
             figures=figures,
         )
 
     def pack(self, sequences: Sequence[PackableSequence]) -> Sequence[list[PackedBatch]]:
-        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates; pairs stay whole. Those
-        of later updates are packed meanwhile."""
-        size = 2 if self._objective.is_of_pairs else 1
-        units = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        """Returns this rank's micro-batches of each of the step's `updates_per_step` updates; rollouts and pairs stay
+        whole. Those of later updates are packed meanwhile."""
+        units: list[Unit] = list(rollouts_of(sequences))
+        if self._objective.is_of_pairs:
+            units = [[*chosen, *rejected] for chosen, rejected in zip(units[::2], units[1::2], strict=True)]
         parts = split(units, self._config.learner.updates_per_step)
         return Prefetcher([partial(self._packed, part) for part in parts])
 
@@ -272,20 +277,34 @@ class Updater:
             schedule=optimizer.schedule,
         )
 
-    def _sequences(
-        self, groups: Sequence[Group], advantages: Sequence[float], step: int
-    ) -> tuple[PackableSequence, ...]:
-        return tuple(
+    def _of_turns(self, groups: Sequence[Group], rewards_S: torch.Tensor, step: int) -> list[NDArray[np.float32]]:
+        """Returns [R] values for the response of each trajectory where turns get credit of their own: advantages, or
+        rewards for a critic. Empty where they do not."""
+        algorithm = self._config.algorithm
+        if not credits_turns(algorithm):
+            return []
+        if self._critic is None:
+            return turn_advantages(groups, rewards_S, open_turn_advantage(algorithm), gamma=algorithm.credit.gamma)
+        return [
+            token_rewards(trajectory, reward, mask_and_lags(trajectory, step, self._config.max_lag)[0])
+            for trajectory, reward in zip(trajectories_of(groups), rewards_S.tolist(), strict=True)
+        ]
+
+    def _rollouts(
+        self, groups: Sequence[Group], advantages: Sequence[float | NDArray[np.float32]], step: int
+    ) -> list[list[PackableSequence]]:
+        return [
             from_trajectory(
                 trajectory,
                 advantages=advantage,
                 step=step,
                 max_lag=self._config.max_lag,
                 routing=self._config.routing,
+                has_teacher=needs_teacher(self._config.algorithm),
                 has_candidates=self._config.algorithm.distillation.candidates > 0,
             )
             for trajectory, advantage in zip(trajectories_of(groups), advantages, strict=True)
-        )
+        ]
 
     def _parts(self, packed: Sequence[list[PackedBatch]]) -> Iterator[_Part]:
         is_used = self._objective.needs_reference or (self._critic is not None and self._reward_kl is not None)
@@ -302,7 +321,8 @@ class Updater:
         """Adds the critic's advantages, which are whitened over all updates of the step together."""
         batches = [batch for part in packed for batch in part]
         values = critic.values(batches)
-        rewards = [outcome_rewards(batch) for batch in batches]
+        has_own = credits_turns(self._config.algorithm)
+        rewards = [batch.advantages_T if has_own else outcome_rewards(batch) for batch in batches]
         if self._reward_kl is not None:
             flat = [logprobs_T for reference in references for logprobs_T in reference or ()]
             rewards = [
@@ -328,10 +348,10 @@ class Updater:
             )
         return parts
 
-    def _less_kl(self, rewards_S: torch.Tensor, sequences: Sequence[PackableSequence]) -> torch.Tensor:
-        """[S] the rewards less the KL penalty of their sequences, on every rank; each replica computes its
-        sequences'."""
-        rows = self._rows([[sequence] for sequence in sequences])
+    def _less_kl(self, rewards_S: torch.Tensor, rollouts: Sequence[Unit]) -> torch.Tensor:
+        """[S] the rewards less the KL penalty of their rollouts, on every rank; each replica computes its
+        rollouts'."""
+        rows = self._rows(rollouts)
         shaped_S = torch.zeros_like(rewards_S)
         found = self._reference_logprobs([row.batch for row in rows]) or ()
         for row, reference_T in zip(rows, found, strict=True):
@@ -340,7 +360,7 @@ class Updater:
                 rewards_S[indices],
                 self._kl_of_tokens(row.batch, reference_T),
                 row.batch.loss_mask_T,
-                row.batch.cu_seqlens,
+                row.batch.rollouts,
                 coefficient=self._kl.coefficient,
             )
         return torch.tensor(self._ranks.sum(shaped_S.tolist()), dtype=rewards_S.dtype)
@@ -383,6 +403,11 @@ class Updater:
             return None
         own = [dataclasses.replace(batch.plain, experts_TLK=None) for batch in batches]
         return self._reference.logprobs(own, self._config.temperature)
+
+
+def _has_loss(rows: Sequence[PackableSequence]) -> bool:
+    """True where a token of the rollout is trained."""
+    return any(bool(row.loss_mask.any()) for row in rows)
 
 
 def prefix_sharing_of(learner: LearnerConfig) -> PrefixSharing:

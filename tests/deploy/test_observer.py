@@ -145,7 +145,7 @@ def test_a_sample_that_was_left_out_counts_as_taken_and_not_as_trained(chosen: t
     for phase in ("checkpoint", "take", "pack", "train", "publish"):
         laps.lap(phase)
     trajectories = tuple(taken.trajectories[index] for index in chosen)
-    sequences = tuple(from_trajectory(one, advantages=1.0, step=0, max_lag=0) for one in trajectories)
+    sequences = tuple(one for each in trajectories for one in from_trajectory(each, advantages=1.0, step=0, max_lag=0))
     figures = {"pairs": len(chosen) // 2, "groups_without_pair": 1 - len(chosen) // 2}
     update = Update(
         loss=0.5,

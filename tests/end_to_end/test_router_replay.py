@@ -92,7 +92,7 @@ async def test_replay_brings_the_learner_closer_to_an_engine_that_rounds(model: 
     routing = routing_of(load_config(model))
     trajectories = await sampled(model, dtype)
     packable = [from_trajectory(one, advantages=1.0, step=0, max_lag=0, routing=routing) for one in trajectories]
-    batch = concatenate(packable)
+    batch = concatenate([sequence for rows in packable for sequence in rows])
     gap, disagreement = seen_by_the_learner(model, batch)
     gap_without, _ = seen_by_the_learner(model, dataclasses.replace(batch, experts_TLK=None))
     if dtype == "float32":

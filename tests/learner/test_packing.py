@@ -220,13 +220,13 @@ def trajectory() -> Trajectory:
 
 
 def test_tokens_over_the_bound_are_context_only() -> None:
-    packable = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=3)
+    (packable,) = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=3)
     assert packable.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert packable.loss_mask.tolist() == [0, 0, 0, 1]
     (batch,) = pack([packable], 0, 1, 100)
     assert batch.lags_T.tolist() == [0, 0, 0, 0, 0, 0, 1]
     assert batch.behavior_logprobs_T.tolist() == [0, 0, 0, 0, 0, 0, -4]
-    within = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=4)
+    (within,) = from_trajectory(trajectory(), advantages=0.5, step=7, max_lag=4)
     assert within.loss_mask.tolist() == [1, 1, 0, 1]
     assert trajectory().loss_mask.tolist() == [1, 1, 0, 1]
 
@@ -235,7 +235,7 @@ def test_what_an_environment_said_gets_no_gradient_and_no_ratio() -> None:
     """This holds for any logprob that a policy gives these tokens, and for any packing."""
     turns = (Turn(0, 2, 0.0), Turn(3, 4, 1.0))
     said = msgspec.structs.replace(trajectory(), behavior_logprobs=np.array([-1, -2, 0, -4], np.float32), turns=turns)
-    packable = from_trajectory(said, advantages=0.5, step=7, max_lag=4)
+    (packable,) = from_trajectory(said, advantages=0.5, step=7, max_lag=4)
     objective = Objective(msgspec.convert(PRESETS["tis"].algorithm, AlgorithmConfig))
     found = []
     for of_said in (-1.0, -90.0):

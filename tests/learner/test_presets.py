@@ -64,7 +64,7 @@ def sampled(backend: Backend, numbers: Sequence[int], noise: float = 0.02) -> li
     for one in (group(number) for number in numbers):
         trajectories = []
         for trajectory in one.trajectories:
-            packable = from_trajectory(trajectory, advantages=0.0, step=0, max_lag=4)
+            (packable,) = from_trajectory(trajectory, advantages=0.0, step=0, max_lag=4)
             (logprobs_T,) = backend.logprobs([concatenate([packable])], 1.0)
             near = logprobs_T[packable.prompt_length :].numpy()
             rng = np.random.default_rng(len(near))

@@ -161,7 +161,7 @@ TINY = Routing(layers=LAYERS, experts=4, per_token=CHOSEN)
 
 def test_choices_lie_at_their_tokens_and_the_last_token_has_none() -> None:
     given = trajectory()
-    packed = [from_trajectory(given, advantages=0.0, step=0, max_lag=0, routing=TINY) for _ in range(2)]
+    packed = from_trajectory(given, advantages=0.0, step=0, max_lag=0, routing=TINY) * 2
     batch = concatenate(packed)
     assert batch.experts_TLK is not None
     assert batch.experts_TLK.dtype is torch.int16
@@ -170,7 +170,7 @@ def test_choices_lie_at_their_tokens_and_the_last_token_has_none() -> None:
         assert (rows[-1] == -1).all()
     assert concatenate([]).experts_TLK is None
     unasked = from_trajectory(given, advantages=0.0, step=0, max_lag=0)
-    assert concatenate([unasked]).experts_TLK is None
+    assert concatenate(unasked).experts_TLK is None
 
 
 @pytest.mark.parametrize(
