@@ -25,8 +25,8 @@ def learning_rate(step: int, steps: int, *, peak: float, warmup_steps: int, sche
             return peak * (1 + math.cos(math.pi * done)) / 2
 
 
-PROMPTS = ("arithmetic", "jsonl", "parquet", "datasets", "reasoning_gym")
-EXAMPLES = ("arithmetic", "jsonl", "parquet", "reasoning_gym")
+PROMPTS = ("arithmetic", "numbered", "jsonl", "parquet", "datasets", "reasoning_gym")
+EXAMPLES = ("arithmetic", "calculator", "jsonl", "parquet", "reasoning_gym")
 STAGES = ("sft", "dpo", "kto", "distill", "reward_model", "rl")
 OVER_RECORDS = ("dpo", "kto", "distill", "reward_model")
 

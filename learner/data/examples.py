@@ -40,6 +40,9 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
     query: str
     """The text that the model reads; the chat template renders it."""
+    turns: tuple[tuple[str, str], ...] = ()
+    """Turns before the response: what the model writes, which is trained, and what it reads then, such as a tool's
+    answer, which is not."""
     response: str
     """The text that is trained, without the token that ends it."""
 
@@ -167,9 +170,23 @@ class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
     """The chains, and how carelessly they are worked out."""
 
     error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """The probability that a written step is a random digit; the chain goes on from the written digit."""
+    """The probability that a written result is random; the chain goes on from the written one."""
     skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """The share of responses without any work: `#` and a digit, which is guessed in 7 cases of 10, else right."""
+    """The share of responses without any work: `#` and a number, which is guessed in 7 cases of 10, else right."""
+
+
+class CalculatorExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
+    """The chains, how carelessly a calculator is called for them, and the marks, as in `agent.format.options`."""
+
+    error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The probability that a call has a random number in the place of its second one; the chain goes on from its
+    result."""
+    skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """The share of responses without any call: `#` and a number, which is guessed in 7 cases of 10, else right."""
+    call_begin: str = "["
+    call_end: str = "]"
+    result_begin: str = ""
+    result_end: str = ""
 
 
 _FOR_TEMPLATES = ("system", *TemplateInputs.__struct_fields__)
@@ -185,6 +202,8 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
         case "arithmetic":
             options = chain_options(config.options, ArithmeticExampleOptions, "sft.phases.options")
             return worked_chains(options, seed)
+        case "calculator":
+            return called_chains(chain_options(config.options, CalculatorExampleOptions, "sft.phases.options"), seed)
         case "reasoning_gym":
             return worked_tasks(
                 config.path, typed_options(config.options, WorkedSolutionOptions, "sft.phases.options"), seed
@@ -222,12 +241,38 @@ def worked_tasks(path: str, options: WorkedSolutionOptions, seed: int) -> Iterat
 def work_out(chain: Chain, rng: random.Random, options: ArithmeticExampleOptions) -> str:
     """Returns one response, as careful as the options say."""
     if rng.random() < options.skip_rate:
-        return f"#{rng.randint(0, 9) if rng.random() < 0.7 else chain.answer}"
+        return guessed(chain, rng)
     written, value = str(chain.first), chain.first
-    for operator, digit in chain.steps:
-        value = rng.randint(0, 9) if rng.random() < options.error_rate else apply(value, operator, digit)
-        written += f"{operator}{digit}={value}"
+    for operator, number in chain.steps:
+        right = apply(value, operator, number, chain.modulus)
+        value = rng.randrange(chain.modulus) if rng.random() < options.error_rate else right
+        written += f"{operator}{number}={value}"
     return f"{written}#{value}"
+
+
+def guessed(chain: Chain, rng: random.Random) -> str:
+    """Returns an answer without work: a random one in 7 cases of 10, else the right one."""
+    return f"#{rng.randrange(chain.modulus) if rng.random() < GUESSED else chain.answer}"
+
+
+def called_chains(options: CalculatorExampleOptions, seed: int) -> Iterator[Example]:
+    """Yields chains that a calculator works out, `^47*12+83=` -> `[47*12]64[64+83]47#47`, never held-out ones."""
+    rng = random.Random(f"calculator-examples:{seed}")
+    while True:
+        yield call_out(draw_chain(rng, options, held_out=False), rng, options)
+
+
+def call_out(chain: Chain, rng: random.Random, options: CalculatorExampleOptions) -> Example:
+    """Returns one response with its calls, as careful as the options say."""
+    if rng.random() < options.skip_rate:
+        return Example(query=chain.text, response=guessed(chain, rng))
+    turns, value = list[tuple[str, str]](), chain.first
+    for operator, number in chain.steps:
+        called = rng.randint(0, options.largest) if rng.random() < options.error_rate else number
+        call = f"{options.call_begin}{value}{operator}{called}{options.call_end}"
+        value = apply(value, operator, called, chain.modulus)
+        turns.append((call, f"{options.result_begin}{value}{options.result_end}"))
+    return Example(query=chain.text, turns=tuple(turns), response=f"#{value}")
 
 
 def _example(row: Row, place: str) -> Example:

@@ -227,7 +227,7 @@ def tokenize(example: Example, tokenizer: PreTrainedTokenizerBase, renderer: Ren
 
 def _sequence(example: Example, conversations: ConversationRenderer) -> PackableSequence:
     conversation = Conversation(
-        prompt=example.query, completion=example.response, place=f"query {example.query[:40]!r}"
+        prompt=example.query, turns=example.turns, completion=example.response, place=f"query {example.query[:40]!r}"
     )
     rendered = conversations.render(conversation)
     assert rendered is not None  # the stop token is always trained

@@ -1,6 +1,6 @@
 """Sources give prompts, and a cursor remembers how far the learner has fed them.
 
-    source (arithmetic, files, hub, reasoning_gym, custom) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
+    source (arithmetic, numbered, files, hub, reasoning_gym, custom) ─ Item ─► rendering ─ Prompt ─► cursor ─► broker
 
 A source gives items at random access, by epoch and position; `Prompts` turns them into tokens; the cursor
 walks over epochs and remembers the trained prompts. The invariant: the item at (epoch, position) depends on the recipe
@@ -37,6 +37,10 @@ def open_source(config: PromptsConfig, seed: int) -> PromptSource:
             from .arithmetic import ArithmeticPrompts
 
             return ArithmeticPrompts(config.options, seed=seed)
+        case "numbered":
+            from .numbered import NumberedPrompts
+
+            return NumberedPrompts(config.options)
         case "jsonl" | "parquet":
             from .files import FilePrompts
 

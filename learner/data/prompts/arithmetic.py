@@ -1,4 +1,7 @@
-"""The arithmetic chain: `^4*5*8+7=` is computed from left to right modulo 10, so the answer is 7. Endless."""
+"""The arithmetic chain: `^4*5*8+7=` is computed from left to right modulo 10, so the answer is 7. Endless.
+
+Its numbers and its modulus may be larger: `^47*12+83=` modulo 100 is 47, which is work for a calculator.
+"""
 
 import random
 from collections.abc import Mapping
@@ -17,10 +20,14 @@ OPERATORS = "+-*"
 
 
 class ArithmeticOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of chains."""
+    """The lengths of chains, and their numbers."""
 
     min_operations: Annotated[int, Meta(ge=1, le=10_000)] = 2
     max_operations: Annotated[int, Meta(ge=1, le=10_000)] = 6
+    largest: Annotated[int, Meta(ge=1, le=10**9)] = 9
+    """The largest number in a chain."""
+    modulus: Annotated[int, Meta(ge=2, le=10**9)] = 10
+    """Each result is taken modulo this number, which agents find in `extra_info`."""
 
 
 Options = TypeVar("Options", bound=ArithmeticOptions)
@@ -28,20 +35,21 @@ Options = TypeVar("Options", bound=ArithmeticOptions)
 
 @dataclass(frozen=True)
 class Chain:
-    """A first digit, then operators and digits."""
+    """A first number, then operators and numbers."""
 
     first: int
     steps: tuple[tuple[str, int], ...]
+    modulus: int = 10
 
     @property
     def text(self) -> str:
-        return f"^{self.first}" + "".join(f"{operator}{digit}" for operator, digit in self.steps) + "="
+        return f"^{self.first}" + "".join(f"{operator}{number}" for operator, number in self.steps) + "="
 
     @property
     def answer(self) -> int:
         value = self.first
-        for operator, digit in self.steps:
-            value = apply(value, operator, digit)
+        for operator, number in self.steps:
+            value = apply(value, operator, number, self.modulus)
         return value
 
 
@@ -69,8 +77,8 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, *, held_out: bool
     """Draws chains until one is on the wanted side of the split."""
     while True:
         count = rng.randint(options.min_operations, options.max_operations)
-        steps = tuple((rng.choice(OPERATORS), rng.randint(0, 9)) for _ in range(count))
-        chain = Chain(rng.randint(0, 9), steps)
+        steps = tuple((rng.choice(OPERATORS), rng.randint(0, options.largest)) for _ in range(count))
+        chain = Chain(rng.randint(0, options.largest), steps, options.modulus)
         if is_held_out(chain.text) == held_out:
             return chain
 
@@ -85,16 +93,21 @@ def chain_options(options: Mapping[str, Any], into: type[Options], where: str) -
     return checked
 
 
-def apply(value: int, operator: str, digit: int) -> int:
-    """Computes one step of a chain, modulo 10."""
+def apply(value: int, operator: str, number: int, modulus: int = 10) -> int:
+    """Computes one step of a chain."""
     match operator:
         case "+":
-            return (value + digit) % 10
+            return (value + number) % modulus
         case "-":
-            return (value - digit) % 10
+            return (value - number) % modulus
         case _:
-            return (value * digit) % 10
+            return (value * number) % modulus
 
 
 def _item(chain: Chain) -> Item:
-    return Item(content=chain.text, ground_truth=str(chain.answer), data_source="arithmetic")
+    return Item(
+        content=chain.text,
+        ground_truth=str(chain.answer),
+        data_source="arithmetic",
+        extra_info={"modulus": chain.modulus},
+    )

@@ -115,20 +115,25 @@ class ConversationRenderer:
     # --- text
 
     def _text(self, conversation: Conversation, what: str) -> tuple[list[int], list[int]]:
-        """Returns prompt, completion and stop token. A completion without a prompt begins as a prompt does."""
+        """Returns prompt, turns, completion and stop token. Without a prompt the text begins as a prompt does. What the
+        model reads between two turns has its own tokens, as in an episode."""
         if not isinstance(conversation.prompt, str):
             raise ConfigError(
                 f"{what}: the completion is text, and the prompt is messages. Give both as one or the other."
             )
         text, stop = self._ends.split(str(conversation.completion))
+        first, *written = [*(writes for writes, _ in conversation.turns), text]
         if conversation.prompt:
-            prompt, ended, is_whole = self._renderer.completed(conversation.prompt, text, what, conversation)
+            prompt, begun, is_whole = self._renderer.completed(conversation.prompt, first, what, conversation)
             self._tell_split(is_whole, what)
         else:
             refuse_for_text(conversation, what)
-            prompt, ended = [], self._texts.beginning(text, f"{what}: the completion")
-        ended = [*ended, self._renderer.end_of_text if stop is None else stop]
-        return prompt + ended, [int(conversation.trained == "all")] * len(prompt) + [1] * len(ended)
+            prompt, begun = [], self._texts.beginning(first, f"{what}: the completion")
+        pieces = [(prompt, int(conversation.trained == "all")), (begun, 1)]
+        for (_, reads), writes in zip(conversation.turns, written, strict=True):
+            pieces += [(self._texts.inner(reads, what), 0), (self._texts.inner(writes, what), 1)]
+        pieces.append(([self._renderer.end_of_text if stop is None else stop], 1))
+        return [token for piece, _ in pieces for token in piece], [bit for piece, bit in pieces for _ in piece]
 
     def _tell_split(self, is_whole: bool, what: str) -> None:
         if not is_whole:

@@ -26,6 +26,9 @@ class Conversation(TemplateInputs, frozen=True, kw_only=True):
     """A prompt and its completion, which are both text or both messages. Plain text has an empty prompt."""
 
     prompt: Content
+    turns: tuple[tuple[str, str], ...] = ()
+    """Of a text alone: turns before the completion, what the model writes and what it reads then. The former is
+    trained."""
     completion: Content
     trained: Trained = "completion"
     """The trained part. In messages it is the assistant turns of the completion, those of prompt and completion, or all
