@@ -8,6 +8,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from headway.broker.errors import HeadwayError
+
+
+class FormatError(HeadwayError):
+    """A conversation has what the model's format cannot express, such as a picture or a role that it does not know."""
+
+
 Message = dict[str, Any]
 """`role` (system, user, assistant, tool), `content` (text, or None beside tool calls), of an assistant perhaps
 `tool_calls` ({id, type: function, function: {name, arguments: JSON text}}) and `reasoning_content`, of a tool
