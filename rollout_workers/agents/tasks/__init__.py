@@ -9,9 +9,40 @@
     text_game.py     rooms to explore, a note to remember, a chest to open
     retail.py        a desk of a shop: orders, six tools, a customer with wishes
     retrieval.py     questions that passages of a local file answer
-    python_math.py   tasks of reasoning-gym with a Python interpreter
     tool_turns.py    the loop that they share: answer, tool calls, answer
 
 The invariant: what a task says depends on the prompt, its seed and the model's answers alone. So an interrupted episode
 is played again from its recorded turns (`resume = "replay"`).
 """
+
+from typing import Any
+
+import msgspec
+
+TASKS = ("calculator", "guess_number", "retail", "retrieval", "text_game")
+
+
+def task_parts(kind: str) -> tuple[type[msgspec.Struct], Any]:
+    """Return the options of a task and its class, of whose kind there is one in TASKS."""
+    match kind:
+        case "calculator":
+            from .calculator import Calculator, CalculatorOptions
+
+            return CalculatorOptions, Calculator
+        case "guess_number":
+            from .guess_number import GuessNumber, GuessNumberOptions
+
+            return GuessNumberOptions, GuessNumber
+        case "retail":
+            from .retail import Retail, RetailOptions
+
+            return RetailOptions, Retail
+        case "retrieval":
+            from .retrieval import Retrieval, RetrievalOptions
+
+            return RetrievalOptions, Retrieval
+        case "text_game":
+            from .text_game import TextGame, TextGameOptions
+
+            return TextGameOptions, TextGame
+    raise AssertionError(f"no task {kind}")

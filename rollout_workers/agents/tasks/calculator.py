@@ -9,11 +9,12 @@ as ground truths; without a modulus the calculator is exact.
 import ast
 import operator
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Episode, Outcome, Task
 
@@ -32,6 +33,8 @@ class CalculatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The system message; empty: none."""
     answer_mark: Annotated[str, Meta(min_length=1)] = "#"
     """The result stands behind the last of these."""
+    error_text: str = ""
+    """What the model reads of a call that failed, for models of a few characters; empty: the reason."""
     max_turns: Annotated[int, Meta(ge=1, le=1000)] = 12
     """The most answers of the model."""
 
@@ -39,10 +42,9 @@ class CalculatorOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Calculator:
     """Reward 1 for the right result behind the mark in an answer that was not cut, else 0."""
 
-    Options = CalculatorOptions
-    resume = "replay"
+    resume: Literal["replay", "restart"] = "replay"
 
-    def __init__(self, options: CalculatorOptions) -> None:
+    def __init__(self, options: CalculatorOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
 
     async def rollout(self, episode: Episode, task: Task) -> Outcome:
@@ -52,10 +54,19 @@ class Calculator:
         system: list[Message] = [{"role": "system", "content": self._options.instructions}]
         messages = [*(system if self._options.instructions else []), *task.messages]
         tools = [calculator(_modulus(task))]
-        turns = ToolTurns(episode=episode, messages=messages, tools=tools, max_turns=self._options.max_turns)
+        turns = ToolTurns(
+            episode=episode,
+            messages=messages,
+            tools=tools,
+            max_turns=self._options.max_turns,
+            error_text=self._options.error_text,
+        )
         answer = await turns.answer()
         is_right = not turns.is_cut and self._is_right(answer, str(task.ground_truth))
         return turns.measures(float(is_right))
+
+    async def close(self) -> None:
+        """Do nothing: episodes share nothing that is to be freed."""
 
     def _is_right(self, answer: str | None, truth: str) -> bool:
         _, mark, result = (answer or "").rpartition(self._options.answer_mark)

@@ -2,12 +2,13 @@
 
 import random
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Episode, Outcome, Task
 
@@ -32,12 +33,11 @@ class GuessNumberOptions(msgspec.Struct, frozen=True, kw_only=True):
 class GuessNumber:
     """Reward 1 for the number within the guesses, else 0. The last number of an answer is the guess."""
 
-    Options = GuessNumberOptions
-    resume = "replay"
+    resume: Literal["replay", "restart"] = "replay"
 
-    def __init__(self, options: GuessNumberOptions) -> None:
+    def __init__(self, options: GuessNumberOptions, roots: ImportRoots, where: str) -> None:
         if options.low >= options.high:
-            raise ConfigError(f"agent.options: low {options.low} must be below high {options.high}.")
+            raise ConfigError(f"{where}: low {options.low} must be below high {options.high}.")
         self._options = options
 
     async def rollout(self, episode: Episode, task: Task) -> Outcome:
@@ -53,6 +53,9 @@ class GuessNumber:
                 return {"reward": 1.0, "guesses": float(used)}
             messages += [answer.message, {"role": "user", "content": self._hint(guess, hidden)}]
         return {"reward": 0.0, "guesses": float(self._options.guesses)}
+
+    async def close(self) -> None:
+        """Do nothing: episodes share nothing that is to be freed."""
 
     def _guess(self, text: str) -> int | None:
         found = _NUMBER.findall(text)

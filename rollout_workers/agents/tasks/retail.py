@@ -8,11 +8,12 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Episode, Outcome, Task
 
@@ -47,10 +48,9 @@ class Wish:
 class Retail:
     """Reward 1 if the database ends exactly as the wishes and the rules want it, else 0."""
 
-    Options = RetailOptions
-    resume = "replay"
+    resume: Literal["replay", "restart"] = "replay"
 
-    def __init__(self, options: RetailOptions) -> None:
+    def __init__(self, options: RetailOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
 
     async def rollout(self, episode: Episode, task: Task) -> Outcome:
@@ -70,6 +70,9 @@ class Retail:
             if await turns.answer() is None or turns.is_over:
                 break
         return turns.measures(float(desk == wanted))
+
+    async def close(self) -> None:
+        """Do nothing: episodes share nothing that is to be freed."""
 
 
 def script(name: str, email: str, wishes: list[Wish]) -> list[str]:

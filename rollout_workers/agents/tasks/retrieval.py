@@ -11,12 +11,13 @@ import re
 import string
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Episode, Outcome, Task
 
@@ -51,13 +52,12 @@ class RetrievalOptions(msgspec.Struct, frozen=True, kw_only=True):
 class Retrieval:
     """Reward 1 for a right answer, without regard to case, punctuation and articles; else 0, or `partial_credit`."""
 
-    Options = RetrievalOptions
-    resume = "replay"
+    resume: Literal["replay", "restart"] = "replay"
 
-    def __init__(self, options: RetrievalOptions) -> None:
+    def __init__(self, options: RetrievalOptions, roots: ImportRoots, where: str) -> None:
         """Raises ConfigError for a file that cannot be read."""
         self._options = options
-        self._index = PassageIndex(read_passages(Path(options.path)))
+        self._index = PassageIndex(read_passages(Path(options.path), f"{where}.path"))
 
     async def rollout(self, episode: Episode, task: Task) -> Outcome:
         """Play one episode. Raises ValueError for a ground truth that is neither text nor a list of texts."""
@@ -69,6 +69,9 @@ class Retrieval:
         turns = ToolTurns(episode=episode, messages=messages, tools=[self._search()], max_turns=self._options.max_turns)
         answer = await turns.answer()
         return turns.measures(self._reward(answer or "", truths))
+
+    async def close(self) -> None:
+        """Do nothing: episodes share nothing that is to be freed."""
 
     def _search(self) -> TextTool:
         return TextTool(
@@ -111,28 +114,30 @@ class PassageIndex:
                          enumerate(best, 1))  # fmt: skip
 
 
-def read_passages(path: Path) -> list[str]:
+def read_passages(path: Path, where: str) -> list[str]:
     """Return the passages of a file. Raises ConfigError with the line at fault."""
     try:
         if path.stat().st_size > LARGEST_FILE_BYTES:
-            raise ConfigError(f"agent.options.path: {path} has more than {LARGEST_FILE_BYTES >> 20} MiB; split it.")
+            raise ConfigError(f"{where}: {path} has more than {LARGEST_FILE_BYTES >> 20} MiB; split it.")
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"agent.options.path: {path} cannot be read: {error}") from error
+        raise ConfigError(f"{where}: {path} cannot be read: {error}") from error
     is_json = path.suffix in (".jsonl", ".json")
-    passages = [_passage(line, f"{path}:{number}") if is_json else line for number, line in enumerate(lines, 1) if line]
+    passages = [
+        _passage(line, f"{path}:{number}", where) if is_json else line for number, line in enumerate(lines, 1) if line
+    ]
     if not passages:
-        raise ConfigError(f"agent.options.path: {path} has no passages.")
+        raise ConfigError(f"{where}: {path} has no passages.")
     return passages
 
 
-def _passage(line: str, place: str) -> str:
+def _passage(line: str, place: str, where: str) -> str:
     try:
         row: Any = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"agent.options.path: {place} is no JSON: {error}") from error
+        raise ConfigError(f"{where}: {place} is no JSON: {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise ConfigError(f"agent.options.path: {place} has no `text`; write one JSON object a line.")
+        raise ConfigError(f"{where}: {place} has no `text`; write one JSON object a line.")
     return f"{row['title']}: {row['text']}" if row.get("title") else str(row["text"])
 
 

@@ -7,11 +7,12 @@ remembered. The chest takes one number; a wrong one locks it for good.
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Episode, Outcome, Task
 
@@ -41,10 +42,9 @@ class TextGameOptions(msgspec.Struct, frozen=True, kw_only=True):
 class TextGame:
     """Reward 1 for the open chest, else 0, or `found_note_reward` where the note was read."""
 
-    Options = TextGameOptions
-    resume = "replay"
+    resume: Literal["replay", "restart"] = "replay"
 
-    def __init__(self, options: TextGameOptions) -> None:
+    def __init__(self, options: TextGameOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
 
     async def rollout(self, episode: Episode, task: Task) -> Outcome:
@@ -61,6 +61,9 @@ class TextGame:
         credit = self._options.found_note_reward if house.note_is_read else 0.0
         reward = 1.0 if house.chest_is_open else credit
         return {"reward": reward, "turns": float(turns), "rooms_seen": float(len(house.seen))}
+
+    async def close(self) -> None:
+        """Do nothing: episodes share nothing that is to be freed."""
 
 
 @dataclass(kw_only=True)

@@ -1,7 +1,7 @@
 """Turns of a model with tools, up to an answer that calls none. What goes wrong in a call, the model reads."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class TextTool:
 
     name: str
     description: str
-    call: Callable[..., str]
+    call: Callable[..., str | Awaitable[str]]
     """(one text for each parameter, by name) -> what the model reads. Raises ToolError."""
     parameters: Mapping[str, str]
     """The name of each parameter, and what it means. All are required."""
@@ -45,9 +45,11 @@ class ToolTurns:
     """The conversation so far; turns are added to it."""
     tools: Sequence[TextTool]
     max_turns: int
+    error_text: str = ""
+    """What the model reads of a call that failed; empty: the reason."""
     turns: int = 0
     tool_calls: int = 0
-    failed_calls: int = 0
+    tool_errors: int = 0
     is_over: bool = False
     """Whether the model may not answer again: turns or tokens are spent."""
     is_cut: bool = False
@@ -65,7 +67,8 @@ class ToolTurns:
                 self.is_cut = answered.finish_reason == "length"
                 self.is_over = self.is_cut or self.turns == self.max_turns
                 return answered.content
-            self.messages += [self._called(number, call) for number, call in enumerate(answered.tool_calls)]
+            for number, call in enumerate(answered.tool_calls):
+                self.messages.append(await self._called(number, call))
         self.is_over = True
         return None
 
@@ -75,26 +78,27 @@ class ToolTurns:
             "reward": reward,
             "turns": float(self.turns),
             "tool_calls": float(self.tool_calls),
-            "failed_tool_calls": float(self.failed_calls),
+            "tool_errors": float(self.tool_errors),
         }
 
-    def _called(self, number: int, call: ToolCall) -> Message:
+    async def _called(self, number: int, call: ToolCall) -> Message:
         self.tool_calls += 1
         try:
             if number >= CALLS_AT_ONCE:
                 raise ToolError(f"only {CALLS_AT_ONCE} calls of a turn are carried out")
-            says = self._result(call)
+            says = await self._result(call)
         except ToolError as error:
-            self.failed_calls += 1
-            says = f"error: {error}"
+            self.tool_errors += 1
+            says = self.error_text or f"Error: {error}."
         return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": says}
 
-    def _result(self, call: ToolCall) -> str:
+    async def _result(self, call: ToolCall) -> str:
         tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
             known = ", ".join(tool.name for tool in self.tools)
             raise ToolError(f"there is no tool {call.name[:40]!r}; there are {known}")
-        return tool.call(**_arguments(call, tool))
+        result = tool.call(**_arguments(call, tool))
+        return result if isinstance(result, str) else await result
 
 
 def _arguments(call: ToolCall, tool: TextTool) -> dict[str, str]:
