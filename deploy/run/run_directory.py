@@ -70,7 +70,7 @@ BEFORE_TRAINING = {
 """The files and directories of a start that failed before its first step and checkpoint."""
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class RunEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The server and name of a run while it runs."""
 
     url: str
@@ -246,7 +246,7 @@ def endpoint(directory: Path, url: str, run: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def find_endpoint(parent: Path, run: str | None) -> Endpoint:
+def find_endpoint(parent: Path, run: str | None) -> RunEndpoint:
     """Return the endpoint of `run` below `parent`, or else of the run that started last. Raises HeadwayError if it does
     not run."""
     if run is not None and is_name(run) and (parent / run / ENDPOINT).exists() and is_held(parent / run):
@@ -257,7 +257,7 @@ def find_endpoint(parent: Path, run: str | None) -> Endpoint:
     return found
 
 
-def newest_endpoint(parent: Path) -> Endpoint:
+def newest_endpoint(parent: Path) -> RunEndpoint:
     """Return the endpoint of the run below `parent` that started last. Raises HeadwayError if none runs."""
     alive = (path for path in parent.glob(f"*/{ENDPOINT}") if is_held(path.parent))  # a killed run leaves its file
     found = sorted(alive, key=lambda path: path.stat().st_mtime)
@@ -302,12 +302,12 @@ def _without_endpoint(parent: Path) -> str:
     )
 
 
-def read_endpoint(directory: Path) -> Endpoint:
+def read_endpoint(directory: Path) -> RunEndpoint:
     """Return the endpoint that a run's directory names, whether or not the run is going on: a killed one leaves it, and
     asking takes the run's lock for a moment. Raises HeadwayError without one that can be read."""
     path = directory / ENDPOINT
     with _read(path, "Name the server and the run: --broker URL --run NAME."):
-        return msgspec.json.decode(path.read_bytes(), type=Endpoint)
+        return msgspec.json.decode(path.read_bytes(), type=RunEndpoint)
 
 
 @contextmanager
