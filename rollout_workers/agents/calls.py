@@ -13,6 +13,11 @@ from .conversation import Message, Tool
 class CallRefusedError(HeadwayError):
     """A call asks for what cannot be honoured: the agent's program is to be changed, or its settings (HTTP 400)."""
 
+    def __init__(self, message: str, field: str = "") -> None:
+        """`field` is the one of the request that is at fault, if it is one."""
+        super().__init__(message)
+        self.field = field
+
 
 class SessionEndedError(HeadwayError):
     """There is no such session, or no more: its episode has ended, or another worker plays it now (HTTP 410)."""
@@ -27,6 +32,12 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     """The whole context as tokens, in the place of messages, for agents that keep tokens themselves."""
     max_tokens: int | None = None
     """The longest answer; None: as long as the run allows."""
+    temperature: float | None = None
+    """This field to `seed` are the sampling that the client asks for, where it asks: `check_sampling`."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """0 or less: of all tokens."""
+    seed: int | None = None
     role: Literal["main", "auxiliary"] = "main"
     """auxiliary: it is answered, and not trained."""
     key: str = ""
@@ -39,6 +50,22 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
         """Names what is asked: equal for calls that ask the same."""
         asked = (self.messages, self.tools, self.prompt_token_ids, self.max_tokens, self.role)
         return hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=16).hexdigest()
+
+    def check_sampling(self, *, temperature: float, top_p: float, top_k: int, seed: int | None) -> None:
+        """Compare the sampling that the client asks for with the run's (`top_k` 0: of all tokens).
+
+        Raises CallRefusedError where they differ.
+        """
+        top = None if self.top_k is None else max(self.top_k, 0)
+        asked = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top, "seed": self.seed}
+        run = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+        for name, value in asked.items():
+            if value is not None and value != run[name]:
+                message = (
+                    f"'{name}' {value} is not supported: the run samples with {run[name]}. Leave it away, or have "
+                )
+                message += "the endpoint ignore what clients say of sampling (ignore_sampling)."
+                raise CallRefusedError(message, name)
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
