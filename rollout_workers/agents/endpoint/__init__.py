@@ -1,0 +1,16 @@
+"""The HTTP endpoint by which agents talk to the model, in the dialects that their clients speak.
+
+    client ──POST /s/LEASE/v1/...──► server ──► dialect.read ──► ChatCall ──► Session.chat
+                                       │                                          │
+           ◄── JSON or events ── connections ◄── dialect.answer ◄── ChatAnswer ◄──┘
+
+    server.py             `Endpoint`: routes, sessions by path or by API key, one outcome for each request
+    connections.py        connections, bodies, answers: bounded in number, size and time
+    admission.py          the calls that sessions are answering: bounded in number, for each session too
+    problems.py           what can go wrong, as HTTP status and kind
+    dialect.py, fields.py the seam of the dialects; which fields of a request are read, harmless or refused
+    openai_chat.py, anthropic_messages.py, openai_responses.py, vllm_generate.py, native.py   the dialects
+
+The invariant: an answer counts as delivered once the kernel has all of it for the client, not earlier. A client that
+leaves does not cancel its call, whose answer waits in the session for the client's retry.
+"""
