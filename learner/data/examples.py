@@ -175,18 +175,26 @@ class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
     """The share of responses without any work: `#` and a number, which is guessed in 7 cases of 10, else right."""
 
 
-class CalculatorExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
-    """The chains, how carelessly a calculator is called for them, and the marks, as in `agent.format.options`."""
+class CallMarks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What stands around a call and its result, as `agent.format.options` of the format `plain` say."""
 
+    call_begin: str = "["
+    call_end: str = "]"
+    result_begin: str = ""
+    result_end: str = ""
+
+
+class CalculatorExampleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The chains, and how carelessly a calculator is called for them."""
+
+    task_options: dict[str, Any] = {}
+    """The same options as `prompts.options` of these tasks."""
+    marks: CallMarks = CallMarks()
     error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The probability that a call has a random number in the place of its second one; the chain goes on from its
     result."""
     skip_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """The share of responses without any call: `#` and a number, which is guessed in 7 cases of 10, else right."""
-    call_begin: str = "["
-    call_end: str = "]"
-    result_begin: str = ""
-    result_end: str = ""
 
 
 _FOR_TEMPLATES = ("system", *TemplateInputs.__struct_fields__)
@@ -203,7 +211,7 @@ def open_examples(config: SftPhaseConfig, seed: int) -> Iterator[Example]:
             options = chain_options(config.options, ArithmeticExampleOptions, "sft.phases.options")
             return worked_chains(options, seed)
         case "calculator":
-            return called_chains(chain_options(config.options, CalculatorExampleOptions, "sft.phases.options"), seed)
+            return called_chains(typed_options(config.options, CalculatorExampleOptions, "sft.phases.options"), seed)
         case "reasoning_gym":
             return worked_tasks(
                 config.path, typed_options(config.options, WorkedSolutionOptions, "sft.phases.options"), seed
@@ -256,22 +264,23 @@ def guessed(chain: Chain, rng: random.Random) -> str:
 
 
 def called_chains(options: CalculatorExampleOptions, seed: int) -> Iterator[Example]:
-    """Yields chains that a calculator works out, `^47*12+83=` -> `[47*12]64[64+83]47#47`, never held-out ones."""
+    """Returns chains that a calculator works out, `^47*12+83=` -> `[47*12]64[64+83]47#47`, never held-out ones. Raises
+    ConfigError at once."""
+    chains = chain_options(options.task_options, ArithmeticOptions, "sft.phases.options.task_options")
     rng = random.Random(f"calculator-examples:{seed}")
-    while True:
-        yield call_out(draw_chain(rng, options, held_out=False), rng, options)
+    return (call_out(draw_chain(rng, chains, held_out=False), rng, chains, options) for _ in count())
 
 
-def call_out(chain: Chain, rng: random.Random, options: CalculatorExampleOptions) -> Example:
+def call_out(chain: Chain, rng: random.Random, chains: ArithmeticOptions, options: CalculatorExampleOptions) -> Example:
     """Returns one response with its calls, as careful as the options say."""
     if rng.random() < options.skip_rate:
         return Example(query=chain.text, response=guessed(chain, rng))
-    turns, value = list[tuple[str, str]](), chain.first
+    marks, turns, value = options.marks, list[tuple[str, str]](), chain.first
     for operator, number in chain.steps:
-        called = rng.randint(0, options.largest) if rng.random() < options.error_rate else number
-        call = f"{options.call_begin}{value}{operator}{called}{options.call_end}"
+        called = rng.randint(0, chains.largest) if rng.random() < options.error_rate else number
+        call = f"{marks.call_begin}{value}{operator}{called}{marks.call_end}"
         value = apply(value, operator, called, chain.modulus)
-        turns.append((call, f"{options.result_begin}{value}{options.result_end}"))
+        turns.append((call, f"{marks.result_begin}{value}{marks.result_end}"))
     return Example(query=chain.text, turns=tuple(turns), response=f"#{value}")
 
 

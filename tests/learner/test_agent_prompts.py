@@ -20,7 +20,7 @@ LARGE = {"largest": 99, "modulus": 100, "max_operations": 4}
 
 
 def calculator_examples(count: int, seed: int = 0, **options: object) -> list[Example]:
-    config = SftPhaseConfig(kind="calculator", options={**LARGE, **options})
+    config = SftPhaseConfig(kind="calculator", options={"task_options": LARGE, **options})
     return list(islice(open_examples(config, seed), count))
 
 
@@ -76,7 +76,7 @@ def test_careless_examples_call_wrongly_and_guess_at_their_rates() -> None:
 def test_held_out_chains_are_no_examples() -> None:
     few = {"largest": 9, "min_operations": 1, "max_operations": 1}
     held_out = {item.content for item in open_source(PromptsConfig(kind="arithmetic", options=few), 0).held_out(300)}
-    examples = islice(open_examples(SftPhaseConfig(kind="calculator", options=few), 0), 2000)
+    examples = islice(open_examples(SftPhaseConfig(kind="calculator", options={"task_options": few}), 0), 2000)
     assert not held_out & {example.query for example in examples}
 
 

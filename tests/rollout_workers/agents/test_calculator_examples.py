@@ -67,7 +67,7 @@ async def test_examples_are_the_tokens_of_their_episodes(tmp_path: Path, careles
     tokenizer.save_pretrained(tmp_path)
     options = AgentFormatOptions(**MARKS, unknown_character="?")
     form = open_format(tmp_path, (tokenizer.eos_token_id,), "plain", options=options)
-    config = SftPhaseConfig(kind="calculator", options={**CHAINS, **MARKS, **careless})
+    config = SftPhaseConfig(kind="calculator", options={"task_options": CHAINS, "marks": MARKS, **careless})
     agent = Calculator(CalculatorOptions(), ImportRoots(), "agent.options")
     for example in islice(open_examples(config, 0), 50):
         played = Tokens(form, tokenizer, example)
