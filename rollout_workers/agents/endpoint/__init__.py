@@ -11,6 +11,7 @@
     dialect.py, fields.py the seam of the dialects; which fields of a request are read, harmless or refused
     openai_chat.py, anthropic_messages.py, openai_responses.py, vllm_generate.py, native.py   the dialects
 
-The invariant: an answer counts as delivered once the kernel has all of it for the client, not earlier. A client that
-leaves does not cancel its call, whose answer waits in the session for the client's retry.
+The invariant: an answer is lost until the kernel has all of it for the client, and the session learns of each answer
+that is lost, so that the client's retry gets it. A client that leaves cancels its call; what the session has begun to
+sample for it is the session's to finish.
 """

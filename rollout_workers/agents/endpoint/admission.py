@@ -12,7 +12,7 @@ from .problems import Problem, ProblemError, overloaded
 
 
 class Calls:
-    """Runs calls as tasks of their own, which outlive the connection that asked."""
+    """Runs calls as tasks of their own, so that one handler may wait for a call and speak to its client."""
 
     def __init__(self, most: int, most_of_session: int, timeout_s: float) -> None:
         self._most = most

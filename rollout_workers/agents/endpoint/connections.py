@@ -54,7 +54,12 @@ class AgentServer(web.Server):
         note_refused: Callable[[], None],
     ) -> None:
         super().__init__(
-            answer, keepalive_timeout=settings.idle_s, lingering_time=2.0, access_log=None, read_bufsize=2**16
+            answer,
+            handler_cancellation=True,  # when the client leaves
+            keepalive_timeout=settings.idle_s,
+            lingering_time=2.0,
+            access_log=None,
+            read_bufsize=2**16,
         )
         self._most = min(settings.connections, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16))
         self._note_refused = note_refused

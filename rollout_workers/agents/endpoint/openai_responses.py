@@ -37,7 +37,7 @@ FIELDS = Fields(
     refused={"previous_response_id": STATELESS, "conversation": STATELESS, "prompt": "send its text as input"},
 )
 PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-TOOL_REMEDY = "the model can call functions alone; switch the agent's own search, shell and patch tools to functions"
+TOOL_REMEDY = "The model can call functions alone; switch the agent's own search, shell and patch tools to functions"
 
 
 class OpenAIResponses(OpenAIErrors):
@@ -49,7 +49,7 @@ class OpenAIResponses(OpenAIErrors):
         wanted = mapping(fields.get("text", {}), "text").get("format") or {}
         if mapping(wanted, "text.format").get("type", "text") != "text":
             raise refusal("text.format", "the model's answers follow no schema")
-        if set(map(str, fields.get("include", []))) - {"reasoning.encrypted_content"}:
+        if fields.get("include", []) not in ([], ["reasoning.encrypted_content"]):
             raise refusal("include", "an answer has nothing of what it names")
         shows_tools = check_tool_choice(fields.get("tool_choice"))
         tools = read_tools(fields.get("tools", []))
@@ -234,6 +234,6 @@ def read_tools(tools: Any) -> list[Tool]:
     found = []
     for i, tool in enumerate(items(tools, "tools")):
         if tool.get("type") != "function":
-            raise refusal(f"tools[{i}].type {str(tool.get('type'))[:40]}", TOOL_REMEDY)
+            raise refusal(f"tools[{i}].type", f"{str(tool.get('type'))[:40]!r} is no function. {TOOL_REMEDY}")
         found.append(function_tool(tool, f"tools[{i}]"))
     return found

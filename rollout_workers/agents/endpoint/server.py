@@ -129,7 +129,7 @@ class Endpoint:
                 raise ProblemError(self._no_such_route(request, route))
             name, session = self._session(request, lease)
             await route.answer(Exchange(request, response, name, session, dialect))
-        except ConnectionError:
+        except (ConnectionError, asyncio.CancelledError):  # of a client that has left; no one reads what is said
             self._count("disconnected")
             raise
         except Exception as error:  # noqa: BLE001 - problem_of logs what nobody expects
@@ -182,31 +182,33 @@ class Endpoint:
         return True
 
     async def _answer_call(self, exchange: Exchange) -> None:
-        dialect = exchange.dialect
         async with self._bodies.read(exchange.request) as body:
-            asked = dialect.read(body, ignores_sampling=self._settings.ignore_sampling)
+            asked = exchange.dialect.read(body, ignores_sampling=self._settings.ignore_sampling)
             call = with_headers(asked.call, exchange.request)
             self._check_open()
             task = self._calls.start(exchange.lease, exchange.session.chat(call))
-            answer = await self._awaited(task, exchange.response, asked)
-            if asked.streams:
-                events = b"".join(dialect.events(asked, answer, exchange.session))
-                await exchange.response.send_events(events, is_last=True)
-            else:
-                await exchange.response.send_json(dialect.answer(asked, answer, exchange.session))
-        exchange.session.note_delivered(answer)
+            try:
+                await self._deliver(task, exchange, asked)
+            except BaseException:
+                lose(task, exchange.session)
+                raise
         self._count("answered")
         self._count("auxiliary", by=call.role == "auxiliary")
         self._count("retries", by=call.is_retry)
 
-    async def _awaited(self, task: asyncio.Task[ChatAnswer], response: ClientResponse, asked: Asked) -> ChatAnswer:
-        """Wait for an answer, which this handler's end does not cancel. A client that streams is told to wait."""
+    async def _deliver(self, task: asyncio.Task[ChatAnswer], exchange: Exchange, asked: Asked) -> None:
+        """Wait for an answer, and send it. A client that streams is told to wait."""
         quiet_s = self._settings.quiet_s if asked.streams else None
         while not (await asyncio.wait({task}, timeout=quiet_s))[0]:
-            await response.send_events(WAITING)
+            await exchange.response.send_events(WAITING)
         if task.cancelled():
             raise ProblemError(CLOSING)
-        return task.result()
+        answer = task.result()
+        if asked.streams:
+            events = b"".join(exchange.dialect.events(asked, answer, exchange.session))
+            await exchange.response.send_events(events, is_last=True)
+        else:
+            await exchange.response.send_json(exchange.dialect.answer(asked, answer, exchange.session))
 
     async def _count_tokens(self, exchange: Exchange) -> None:
         async with self._bodies.read(exchange.request) as body:
@@ -243,6 +245,20 @@ class Endpoint:
     def _count(self, outcome: str, *, by: int = 1) -> None:
         if by:
             self.counts[outcome] = self.counts.get(outcome, 0) + by
+
+
+def lose(task: asyncio.Task[ChatAnswer], session: Session) -> None:
+    """Tell a session that the client has no answer: by cancelling the call, or after it."""
+
+    def note(ended: asyncio.Task[ChatAnswer]) -> None:
+        if not ended.cancelled() and ended.exception() is None:
+            session.note_lost(ended.result())
+
+    if task.done():
+        note(task)
+    else:
+        task.add_done_callback(note)  # a call may return although it was cancelled
+        task.cancel()
 
 
 def split_path(raw_path: str) -> tuple[str, str]:

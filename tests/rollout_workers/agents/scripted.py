@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections.abc import Callable
 
-from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
+from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, Session, SessionEndedError
 from headway.rollout_workers.agents.conversation import ParsedAnswer, ToolCall
 
 TOOL = {
@@ -23,44 +23,52 @@ def spoken(call: ChatCall, number: int) -> ParsedAnswer:
     return ParsedAnswer(content=f"answer {number}")
 
 
+class Record:
+    """The answer to a call, or the task that samples it."""
+
+    def __init__(self, sampling: asyncio.Task[ChatAnswer]) -> None:
+        self.sampling = sampling
+        self.waiting = 0
+        self.is_lost = False
+
+
 class ScriptedSession:
-    """Answers each call once, and a repeated one from its record until the answer is delivered."""
+    """Answers a call that was lost, or that is a retry, from its record."""
 
     model = "tiny"
 
     def __init__(self, speak: Callable[[ChatCall, int], ParsedAnswer] = spoken) -> None:
         self.speak = speak
         self.calls = list[ChatCall]()
-        self.delivered = list[str]()
+        self.lost = list[str]()
         self.rewards = list[float]()
         self.finished: tuple[float | None, dict[str, float]] | None = None
         self.gate: asyncio.Event | None = None
-        self.sampling = 0
-        self._records = dict[str, asyncio.Future[ChatAnswer]]()
-        self._open = set[str]()
+        self.waiting = 0
+        self._records = dict[str, Record]()
 
     async def chat(self, call: ChatCall) -> ChatAnswer:
         call.check_sampling(temperature=1.0, top_p=1.0, top_k=0, seed=None)
-        digest = call.digest
-        known = self._records.get(digest)
-        if known is None or (digest not in self._open and not call.is_retry):
-            known = self._records[digest] = asyncio.get_running_loop().create_future()
-            self._open.add(digest)
-            try:
-                known.set_result(await self._sample(call, digest))
-            finally:
-                known.cancel()  # no effect on a result
-        return await asyncio.shield(known)
-
-    async def _sample(self, call: ChatCall, digest: str) -> ChatAnswer:
-        self.calls.append(call)
-        number = len(self.calls)
-        self.sampling += 1
+        record = self._records.get(call.digest)
+        if record is None or not (record.is_lost or call.is_retry):
+            self.calls.append(call)
+            record = Record(asyncio.create_task(self._sample(call, len(self.calls))))
+            self._records[call.digest] = record
+        record.is_lost = False
+        record.waiting += 1
+        self.waiting += 1
         try:
-            if self.gate is not None:
-                await self.gate.wait()
+            return await asyncio.shield(record.sampling)
+        except asyncio.CancelledError:
+            record.is_lost = record.waiting == 1
+            raise
         finally:
-            self.sampling -= 1
+            record.waiting -= 1
+            self.waiting -= 1
+
+    async def _sample(self, call: ChatCall, number: int) -> ChatAnswer:
+        if self.gate is not None:
+            await self.gate.wait()
         parsed = self.speak(call, number)
         return ChatAnswer(
             message=parsed.message(),
@@ -68,12 +76,12 @@ class ScriptedSession:
             prompt_token_ids=call.prompt_token_ids or [1, 2, 3],
             token_ids=[104, 105],
             logprobs=[-0.5, -0.25],
-            id=f"{digest}-{number}",
+            id=f"{call.digest}-{number}",
         )
 
-    def note_delivered(self, answer: ChatAnswer) -> None:
-        self.delivered.append(answer.id)
-        self._open.discard(answer.id.partition("-")[0])
+    def note_lost(self, answer: ChatAnswer) -> None:
+        self.lost.append(answer.id)
+        self._records[answer.id.partition("-")[0]].is_lost = True
 
     def count_tokens(self, call: ChatCall) -> int:
         return 7 * len(call.messages)
@@ -96,7 +104,7 @@ class ScriptedSessions:
     def __init__(self, **sessions: ScriptedSession) -> None:
         self.by_name = dict(sessions)
 
-    def session(self, name: str) -> ScriptedSession:
+    def session(self, name: str) -> Session:
         try:
             return self.by_name[name]
         except KeyError:
