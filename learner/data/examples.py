@@ -176,12 +176,17 @@ class ArithmeticExampleOptions(ArithmeticOptions, frozen=True, kw_only=True):
 
 
 class CallMarks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands around a call and its result, as `agent.format.options` of the format `plain` say."""
+    """What stands around the parts of an episode: as `agent.format.options` of the format `plain` say, or as a chat
+    template writes them, with its special tokens."""
 
+    input_begin: str = ""
+    input_end: str = ""
     call_begin: str = "["
     call_end: str = "]"
     result_begin: str = ""
     result_end: str = ""
+    answer_end: str = ""
+    """Behind the answer; empty: the token that ends a text."""
 
 
 class CalculatorExampleOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -273,15 +278,16 @@ def called_chains(options: CalculatorExampleOptions, seed: int) -> Iterator[Exam
 
 def call_out(chain: Chain, rng: random.Random, chains: ArithmeticOptions, options: CalculatorExampleOptions) -> Example:
     """Returns one response with its calls, as careful as the options say."""
-    if rng.random() < options.skip_rate:
-        return Example(query=chain.text, response=guessed(chain, rng))
     marks, turns, value = options.marks, list[tuple[str, str]](), chain.first
+    query = f"{marks.input_begin}{chain.text}{marks.input_end}"
+    if rng.random() < options.skip_rate:
+        return Example(query=query, response=f"{guessed(chain, rng)}{marks.answer_end}")
     for operator, number in chain.steps:
         called = rng.randint(0, chains.largest) if rng.random() < options.error_rate else number
         call = f"{marks.call_begin}{value}{operator}{called}{marks.call_end}"
         value = apply(value, operator, called, chain.modulus)
         turns.append((call, f"{marks.result_begin}{value}{marks.result_end}"))
-    return Example(query=chain.text, turns=tuple(turns), response=f"#{value}")
+    return Example(query=query, turns=tuple(turns), response=f"#{value}{marks.answer_end}")
 
 
 def _example(row: Row, place: str) -> Example:
