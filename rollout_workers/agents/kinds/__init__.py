@@ -10,6 +10,7 @@
     textarena                  a single-player game of TextArena               the player's
     verl_agent_loop            a class of the shape of verl's AgentLoop        reward_score
     mcp                        the model, with the tools of MCP servers        the run's reward functions
+    one of TASKS               a task that ships (`agents/tasks/`)            the task's
     command                    a program that knows nothing of Headway         the last line of its output
 
     threads.py    an episode's thread, for plain functions that may hang      toolbox.py   what becomes of tool calls
@@ -28,12 +29,14 @@ import msgspec
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import typed_options, unknown_kind
+from headway.rollout_workers.agents.tasks import TASKS, task_parts
 
 from .base import Agent, CallDeadlineError, Resume, ShapeError, check_program
 
 KINDS = (
     *("command", "environment", "environment_factory", "mcp", "openenv"),
     *("skyrl_gym", "textarena", "tools", "verl_agent_loop"),
+    *TASKS,
 )
 CODE = {
     "environment": "environment",
@@ -128,6 +131,8 @@ def _parts(kind: str, where: str) -> tuple[type[msgspec.Struct], Any]:
             from .verl_agent_loop import VerlAgentLoopAgent, VerlAgentLoopOptions
 
             return VerlAgentLoopOptions, VerlAgentLoopAgent
+        case task if task in TASKS:
+            return task_parts(task)
         case unknown:
             raise unknown_kind(unknown, KINDS, f"{where}.kind")
 

@@ -15,6 +15,7 @@ from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Episode, Task
+from headway.rollout_workers.agents.kinds import KINDS, open_agent
 from headway.rollout_workers.agents.tasks import TASKS, task_parts
 from headway.rollout_workers.agents.tasks.calculator import Calculator, CalculatorOptions, calculator
 from headway.rollout_workers.agents.tasks.guess_number import GuessNumber, GuessNumberOptions
@@ -442,3 +443,12 @@ def test_the_table_of_tasks_is_whole() -> None:
     for kind in TASKS:
         options, task = task_parts(kind)
         assert task.__name__ == options.__name__.removesuffix("Options")
+
+
+async def test_a_task_opens_as_an_agent_of_its_kind() -> None:
+    agent = open_agent("calculator", {"max_turns": 2}, ImportRoots())
+    assert (await play(agent, lambda _: "#2", task_of("1+1=", "2")))["reward"] == 1.0
+    await agent.close()
+    with pytest.raises(ConfigError, match=r"agent\.options\.turns: no such option; did you mean 'max_turns'"):
+        open_agent("text_game", {"turns": 2}, ImportRoots())
+    assert set(TASKS) < set(KINDS)
