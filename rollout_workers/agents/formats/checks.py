@@ -22,7 +22,7 @@ _TOOL: Tool = {
 }
 
 
-class Sample(NamedTuple):
+class Exchange(NamedTuple):
     """A conversation up to an answer, the answer, and what follows it."""
 
     before: list[Message]
@@ -52,62 +52,55 @@ def _found(place: int, content: str) -> Message:
 _ASKED, _ASKED_MORE = _says("user", "What is it?"), _says("user", "And what\n\nelse?")
 _ANSWERED = _says("assistant", "It is this.")
 _CALLED = _calls('{"word": "é", "exact": false}')
-SAMPLES = (
-    Sample([_ASKED], _ANSWERED, [_ASKED_MORE], []),
-    Sample([_says("system", "Be brief."), _ASKED, _ANSWERED, _ASKED], _ANSWERED, [_ASKED_MORE], []),
-    Sample([_ASKED], _CALLED, [_found(0, "a <b>\n{}")], [_TOOL]),
-    Sample([_says("system", "Be brief."), _ASKED, _CALLED, _found(0, "1")], _CALLED, [_found(0, "2")], [_TOOL]),
-    Sample([_ASKED, _CALLED, _found(0, "1")], _ANSWERED, [_ASKED_MORE], [_TOOL]),
-    Sample([_ASKED], _calls("{}", '{"word":"b"}'), [_found(0, "1"), _found(1, "2")], [_TOOL], is_needed=False),
-    Sample([_ASKED], _CALLED, [_found(0, "1"), _ASKED_MORE], [_TOOL], is_needed=False),
-    Sample([_ASKED], _ANSWERED, [_says("system", "Be long."), _ASKED], [], is_needed=False),
+EXCHANGES = (
+    Exchange([_ASKED], _ANSWERED, [_ASKED_MORE], []),
+    Exchange([_says("system", "Be brief."), _ASKED, _ANSWERED, _ASKED], _ANSWERED, [_ASKED_MORE], []),
+    Exchange([_ASKED], _CALLED, [_found(0, "a <b>\n{}")], [_TOOL]),
+    Exchange([_says("system", "Be brief."), _ASKED, _CALLED, _found(0, "1")], _CALLED, [_found(0, "2")], [_TOOL]),
+    Exchange([_ASKED, _CALLED, _found(0, "1")], _ANSWERED, [_ASKED_MORE], [_TOOL]),
+    Exchange([_ASKED], _calls("{}", '{"word":"b"}'), [_found(0, "1"), _found(1, "2")], [_TOOL], is_needed=False),
+    Exchange([_ASKED], _CALLED, [_found(0, "1"), _ASKED_MORE], [_TOOL], is_needed=False),
+    Exchange([_ASKED], _ANSWERED, [_says("system", "Be long."), _ASKED], [], is_needed=False),
 )
 
 
-def check_bridges(chat_format: TemplateFormat, samples: Sequence[Sample] = SAMPLES) -> int:
-    """Return in how many samples the template wrote all that stood before as it was. Raises ConfigError where it
-    writes behind an answer something else than the format does, or where calls are not read as they are written."""
-    count = 0
-    for sample in samples:
+def check_bridges(chat_format: TemplateFormat, exchanges: Sequence[Exchange] = EXCHANGES) -> None:
+    """Raise ConfigError where the template writes behind an answer something else than the format does, in text or in
+    tokens, or where the format does not read an answer as the template writes it."""
+    for exchange in exchanges:
         try:
-            count += _check(chat_format, sample)
+            _check(chat_format, exchange)
         except FormatError as error:
-            if sample.is_needed:
+            if exchange.is_needed:
                 raise ConfigError(
                     f"The format {chat_format.name} cannot express a usual conversation: {error}"
                     " Give a template that does (model.chat_template=FILE), or another format."
                 ) from error
-    if not count and not chat_format.writes_reasoning:
-        raise _unfit(chat_format, "it rewrites what stands before in all conversations")
-    return count
 
 
-def _check(chat_format: TemplateFormat, sample: Sample) -> bool:
-    """Return whether the template wrote what stood before as it was."""
-    opened = chat_format.text(sample.before, sample.tools)
-    whole = chat_format.text([*sample.before, sample.answer, *sample.after], sample.tools)
-    following = chat_format.following_text(sample.after, sample.tools)[0]
+def _check(chat_format: TemplateFormat, exchange: Exchange) -> None:
+    prompt = chat_format.render(exchange.before, exchange.tools)
+    whole = chat_format.text([*exchange.before, exchange.answer, *exchange.after], exchange.tools)
+    following = chat_format.following_text(exchange.after, exchange.tools)[0]
     if not whole.endswith(following) or not following.endswith(chat_format.opening_text):
         raise _unfit(chat_format, f"{following[:200]!r} does not follow all answers, but depends on the conversation")
-    if not whole.startswith(opened):
-        return False
-    encode, answer = chat_format.vocabulary.encode, whole[len(opened) : len(whole) - len(following)]
-    before, sampled, expected = encode(opened), encode(answer), encode(whole)
-    _check_read(chat_format, sample, [*sampled, chat_format.end])
-    for ended in ([], [chat_format.end]):
-        previous = [*before, *sampled, *ended]
-        if [*previous, *(chat_format.bridge(previous, sample.after, sample.tools) or [])] != expected:
-            raise _unfit(chat_format, f"the tokens of {whole[-200:]!r} are others as a whole than in parts")
-    return True
+    expected = chat_format.vocabulary.encode(whole)
+    bridge = chat_format.bridge([*prompt, chat_format.end], exchange.after, exchange.tools) or []
+    if not bridge or expected[-len(bridge) - 1 :] != [chat_format.end, *bridge]:
+        raise _unfit(chat_format, f"the tokens of {following[:200]!r} are others behind an answer than alone")
+    _check_read(chat_format, exchange, whole[: len(whole) - len(following)])
 
 
-def _check_read(chat_format: TemplateFormat, sample: Sample, answer: list[int]) -> None:
-    read = chat_format.parse(answer, sample.tools).message()
+def _check_read(chat_format: TemplateFormat, exchange: Exchange, text: str) -> None:
+    """Raise ConfigError where the answer with which a text ends is not read as it is written."""
+    header = chat_format.opening_text.partition("<think>")[0]
+    answer = "</think>" * chat_format.begins_thought + text.rpartition(header)[2]
+    read = chat_format.parse([*chat_format.vocabulary.encode(answer), chat_format.end], exchange.tools).message()
     calls = [call["function"] for call in read.get("tool_calls", ())]
-    if calls != [call["function"] for call in sample.answer.get("tool_calls", ())]:
-        raise _unfit(chat_format, f"the call in {chat_format.vocabulary.decode(answer)!r} is read as {calls}")
-    if (read["content"] or "").strip() != sample.answer["content"]:
-        raise _unfit(chat_format, f"the answer {sample.answer['content']!r} is read as {read['content']!r}")
+    if calls != [call["function"] for call in exchange.answer.get("tool_calls", ())]:
+        raise _unfit(chat_format, f"the call in {answer!r} is read as {calls}")
+    if (read["content"] or "").strip() != exchange.answer["content"]:
+        raise _unfit(chat_format, f"the answer {exchange.answer['content']!r} is read as {read['content']!r}")
 
 
 def _unfit(chat_format: TemplateFormat, reason: str) -> ConfigError:

@@ -46,7 +46,6 @@ class PlainFormat:
             )
         if self._call_end and (options.call_begin == options.call_end or self._call_end[0] in end_tokens):
             raise ConfigError("agent format plain: call_end must differ from call_begin and from the end token.")
-        self._ends = frozenset(end_tokens)
         self.stop_token_ids = (*end_tokens, *self._call_end)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -66,10 +65,8 @@ class PlainFormat:
             written = self._written(found)
         except FormatError:
             return None  # the session renders the whole conversation, which says what is wrong with it
-        if previous and previous[-1] in self._ends:
+        if previous and previous[-1] in self.stop_token_ids:
             return written
-        if previous and previous[-1] in self._call_end:
-            return written if found[0]["role"] == "tool" or not tools else None
         return None if tools and self._is_in_call(previous) else [self._end, *written]
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> ParsedAnswer:

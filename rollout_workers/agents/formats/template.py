@@ -76,7 +76,7 @@ class TemplateFormat:
         closing = [self.vocabulary.added[text] for text in dialect.closing if text in self.vocabulary.added]
         self._closing = frozenset((self.end, *closing))
         self.stop_token_ids = tuple(dict.fromkeys((*end_tokens, self.end, *closing)))
-        self._begins_thought = self.opening_text.rfind("<think>") > self.opening_text.rfind("</think>")
+        self.begins_thought = self.opening_text.rfind("<think>") > self.opening_text.rfind("</think>")
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation. Raises FormatError."""
@@ -92,8 +92,9 @@ class TemplateFormat:
         answer = self._answer(previous)
         if answer is None:
             return None
-        is_closed = answer[-1:] != [] and answer[-1] in self._closing
-        if not is_closed and self._is_open(answer, tools):
+        is_closed = bool(answer) and answer[-1] in self._closing
+        is_ended = bool(answer) and answer[-1] in self.stop_token_ids
+        if not is_ended and self._is_open(answer, tools):
             return None
         try:
             tokens = self._following(new_messages, tools)
@@ -149,8 +150,8 @@ class TemplateFormat:
         is_ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         text = self.vocabulary.decode(token_ids[:-1] if is_ended else token_ids)
         thought = Thought("", text, False)
-        if self.writes_reasoning or self._begins_thought:
-            thought = split_thought(text, self._begins_thought)
+        if self.writes_reasoning or self.begins_thought:
+            thought = split_thought(text, self.begins_thought)
         return thought, self._dialect.read(thought.rest, is_ended) if tools else Reading(thought.rest)
 
     def _text(self, messages: list[Message], tools: Sequence[Tool], marks: Marks, *, opens: bool = True) -> str:
