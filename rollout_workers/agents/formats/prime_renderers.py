@@ -110,7 +110,9 @@ def _opened(tokenizer: Any, options: AgentFormatOptions) -> Any:
             f"The agent format renderers has no renderer {name!r}. The option `renderer` is one of {known}."
         )
     try:
-        return create_renderer(tokenizer, config_from_name(name), chat_template_kwargs=options.template_options or None)
+        # Bridges go on behind thoughts, which are not rendered again. It changes nothing of whole conversations.
+        config = type(config_from_name(name))(thinking_retention="all")
+        return create_renderer(tokenizer, config, chat_template_kwargs=options.template_options or None)
     except Exception as error:  # a renderer asks the tokenizer for tokens that another one lacks
         raise ConfigError(f"The renderer {name!r} does not fit the model's tokenizer: {error}") from error
 

@@ -76,6 +76,23 @@ def test_tokens_are_those_of_the_tokenizers_own_template(of_kind: Callable[[str]
         assert bridge.startswith(opened.tokenizer.convert_ids_to_tokens(opened.chat.stop_token_ids[1]))
 
 
+@pytest.mark.skipif(not is_installed("renderers"), reason="renderers is not installed: the extra agents")
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_the_package_renderers_writes_the_same(of_kind: Callable[[str], Opened], conversation: str) -> None:
+    """Two implementations of one family, which share no code."""
+    ours, theirs = of_kind("thoughtful").chat, of_kind("renderers").chat
+    _, answer, after, tools = CONVERSATIONS[conversation]
+    end = ours.stop_token_ids[1]
+    for chat in (ours, theirs):
+        assert chat.bridge([*ours.render([ASKED], tools), 1, end], after, tools) == ours.bridge(
+            [*theirs.render([ASKED], tools), 1, end], after, tools
+        )
+    sampled = answer_in(of_kind("hermes"), [ASKED], answer, tools)
+    text = of_kind("hermes").decode(sampled)
+    read, others = (chat.parse(of_kind("thoughtful").encode(text), tools).message() for chat in (ours, theirs))
+    assert read == others
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_that_its_length_cut_is_closed(of_kind: Callable[[str], Opened], kind: str) -> None:
     opened = of_kind(kind)
