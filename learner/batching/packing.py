@@ -66,10 +66,10 @@ class PackableSequence:
 
 
 def rollouts_of(sequences: Sequence[PackableSequence]) -> list[list[PackableSequence]]:
-    """Returns the sequences of each rollout, in order."""
+    """Returns the sequences of each rollout, in order; a row without those before it counts as a rollout."""
     rollouts: list[list[PackableSequence]] = []
     for sequence in sequences:
-        if sequence.is_further_row:
+        if sequence.is_further_row and rollouts:
             rollouts[-1].append(sequence)
         else:
             rollouts.append([sequence])
