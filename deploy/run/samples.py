@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from headway.broker.errors import HeadwayError
-from headway.broker.schema import Group, Trajectory
+from headway.broker.schema import AgentCall, Group, Trajectory
+from headway.broker.wire.rows import TurnRows, is_of_agent
 
 from .run_directory import CHECKPOINTS, EXPERIENCE
 
@@ -33,7 +34,9 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     lag: int
     """The steps between that version and the step that trained the piece."""
     is_sampled: bool
-    """False: it is an environment's answer, which is not trained."""
+    """False: it is what an environment or an agent says, which is not trained."""
+    note: str = ""
+    """Where the first piece of an agent's turn goes on from; "": the piece goes on after the one before."""
 
 
 class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,18 +153,46 @@ def _sample(group: Group, trajectory: Trajectory, step: int, decode: Decode) -> 
 
 
 def _pieces(trajectory: Trajectory, step: int, decode: Decode) -> Iterator[Piece]:
-    tokens, mask = trajectory.response_tokens[:MOST_TOKENS], trajectory.loss_mask[:MOST_TOKENS]
-    turns = (np.flatnonzero(np.diff(mask)) + 1).tolist()
-    for span in trajectory.spans:
-        bounds = [span.start, *(turn for turn in turns if span.start < turn < span.end), min(span.end, len(tokens))]
-        for start, end in pairwise(bounds):
+    tokens = trajectory.response_tokens[:MOST_TOKENS]
+    for first, last, is_sampled, note in _stretches(trajectory):
+        for span in trajectory.spans:
+            start, end = max(first, span.start), min(last, span.end, len(tokens))
             if start < end:
                 yield Piece(
                     text=decode(tokens[start:end].tolist()),
                     version=str(span.version),
                     lag=step - span.version.step,
-                    is_sampled=bool(mask[start]),
+                    is_sampled=is_sampled,
+                    note=note if start == first else "",
                 )
+
+
+def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int, bool, str]]:
+    """Yield the response positions [start, end) of what was sampled and of what was read, with a note of an agent's
+    turn."""
+    if not is_of_agent(trajectory.turns):
+        mask = trajectory.loss_mask
+        bounds = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+        yield from ((start, end, bool(mask[start]), "") for start, end in pairwise(bounds))
+        return
+    tree, end = TurnRows(trajectory.prompt_tokens, trajectory.response_tokens), 0
+    for number, turn in enumerate(trajectory.turns):
+        assert turn.call is not None
+        note = _note(number, turn.call, len(tree.tokens(turn.call.after)))
+        if end < turn.start:
+            yield end, turn.start, False, note
+        yield turn.start, turn.end, True, note if end == turn.start else ""
+        tree.add(turn.start, end := turn.end, turn.call)
+
+
+def _note(number: int, call: AgentCall, length: int) -> str:
+    """Return where a turn goes on from; `length`: tokens of the row that it goes on after."""
+    whose = "the prompt" if call.after < 0 else f"turn {call.after + 1}"
+    if call.keeps == length:
+        after = f"after {whose}"
+    else:
+        after = f"after {call.keeps} of {length} tokens up to {whose}" if call.keeps else "a new conversation"
+    return f"turn {number + 1}, {after}{', not trained' if call.role == 'auxiliary' else ''}"
 
 
 def _decoder(stamp: Stamp | None) -> Decode:

@@ -174,13 +174,14 @@ function recipes(content) {
     runs.map((run) => make("details", { class: "card" }, make("summary", {}, `${named(run, runs)}the whole recipe`), run.recipe ? make("pre", { tabindex: "0" }, run.recipe) : make("p", { class: "quiet" }, "Unknown."))));
 }
 
-// A sample's response, each piece in the colour of its lag; what an environment said has none.
+// A sample's response, each piece in the colour of its lag; what an environment said has none. An agent's turn says which one
+// it goes on after.
 function sampleOf(sample) {
-  const pieces = sample.pieces.map((piece) => {
+  const pieces = sample.pieces.flatMap((piece) => {
     const lag = piece.is_sampled ? `lag ${piece.lag}` : "the environment";
     const span = make("span", { title: `${lag}, version ${piece.version}` }, piece.text);
     if (piece.is_sampled) span.style.background = lagColour(piece.lag);
-    return span;
+    return piece.note ? [make("span", { class: "quiet" }, `\n[${piece.note}]\n`), span] : [span];
   });
   const lags = [...new Set(sample.pieces.filter((piece) => piece.is_sampled).map((piece) => piece.lag))].sort((one, other) => one - other);
   const facts = [["sample", sample.tid], ["worker", sample.worker], ["ground truth", sample.truth], ["tokens", sample.tokens], ["ended by", sample.finish_reason], ["versions", [...new Set(sample.pieces.map((piece) => piece.version))].join(", ")]];

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from headway.broker.schema import Group, VersionSpan, WeightVersion
+from headway.broker.schema import AgentCall, Group, Turn, VersionSpan, WeightVersion
 from headway.deploy.run.run_directory import CHECKPOINTS, EXPERIENCE
 from headway.deploy.run.samples import GROUPS, Piece, SampleReader, samples_of
 from headway.learner.experience import log_files
@@ -43,6 +43,37 @@ def two_turns(step: int) -> Group:
         reward=9.0,
     )
     return replace(made, trajectories=(first, *others))
+
+
+def test_an_agents_turns_are_shown_with_what_they_go_on_after(tmp_path: Path) -> None:
+    made = group(1, (0,), step=4)
+    calls = [
+        (0, 2, AgentCall(-1, len(made.prompt.token_ids))),
+        (3, 4, AgentCall(0, len(made.prompt.token_ids) + 2)),
+        (4, 5, AgentCall(0, len(made.prompt.token_ids) + 1)),
+        (6, 7, AgentCall(-1, 0, role="auxiliary")),
+    ]
+    mask = np.array([1, 1, 0, 1, 1, 0, 0], np.uint8)
+    sample = replace(
+        made.trajectories[0],
+        response_tokens=np.arange(5, 12, dtype=np.int32),
+        behavior_logprobs=-mask.astype(np.float32),
+        loss_mask=mask,
+        spans=(VersionSpan(0, 1, WeightVersion(1, 2)), VersionSpan(1, 7, WeightVersion(1, 4))),
+        turns=tuple(Turn(start, end, 0.0, call) for start, end, call in calls),
+    )
+    logged(tmp_path, 4, replace(made, trajectories=(sample,)))
+    length = len(made.prompt.token_ids)
+    shown = [(piece.text, piece.is_sampled, piece.note) for piece in samples_of(tmp_path)[0].pieces]
+    assert shown == [
+        ("5 ", True, "turn 1, after the prompt"),
+        ("6 ", True, ""),
+        ("7 ", False, "turn 2, after turn 1"),
+        ("8 ", True, ""),
+        ("9 ", True, f"turn 3, after {length + 1} of {length + 2} tokens up to turn 1"),
+        ("10 ", False, "turn 4, a new conversation, not trained"),
+        ("11 ", True, ""),
+    ]
 
 
 def test_a_response_is_shown_by_version_lag_and_turn(tmp_path: Path) -> None:
