@@ -71,32 +71,35 @@ class CommandAgent:
         """Play one episode. Raises ProgramFailedError."""
         directory = Path(tempfile.mkdtemp(prefix="headway-agent-"))
         process: asyncio.subprocess.Process | None = None
+        output, errors = _Tail(), _Tail()
         try:
             file, work = directory / "task.json", directory / "work"
             file.write_bytes(msgspec.json.encode(task))
             work.mkdir()
             await self._guard.start()
-            process = await self._start(work, self._environment(episode, file))
+            process = await self._start(work, self._environment(episode, file), output.sink, errors.sink)
             self._guard.watch(process.pid, directory)
-            output, errors = await _outputs(process)
+            output.start()
+            errors.start()
+            await process.wait()
         finally:
-            await uncancelled(self._free(process, directory))
+            await uncancelled(self._free(process, directory, output, errors))
         if process.returncode:
             how = f"exit code {process.returncode}"
             if process.returncode < 0:
                 how = signal.Signals(-process.returncode).name
             raise ProgramFailedError(
                 f"The agent's program {self._options.command[0]} ended with {how}. The end of its errors:"
-                f" {errors.decode(errors='replace')[-MOST_TOLD:].strip() or 'none'}"
+                f" {errors.kept.decode(errors='replace')[-MOST_TOLD:].strip() or 'none'}"
             )
-        return _outcome(output, self._options.number_is_reward, self._options.command[0])
+        return _outcome(output.kept, self._options.number_is_reward, self._options.command[0])
 
-    def _start(self, work: Path, environment: dict[str, str]) -> Any:
+    def _start(self, work: Path, environment: dict[str, str], output: int, errors: int) -> Any:
         return asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=errors,
             cwd=work,
             env=environment,
             start_new_session=True,
@@ -119,12 +122,13 @@ class CommandAgent:
             "HEADWAY_TASK": str(task_file),
         }
 
-    async def _free(self, process: asyncio.subprocess.Process | None, directory: Path) -> None:
+    async def _free(self, process: asyncio.subprocess.Process | None, directory: Path, *tails: "_Tail") -> None:
         """Kill all of the program's group, and remove its directory."""
         if process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+        await asyncio.gather(*(tail.end() for tail in tails))
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
         if process is not None:
             self._guard.forget(process.pid)
@@ -173,33 +177,41 @@ class _Guard:
             self._process = None
 
 
-async def _outputs(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
-    """Wait until the program has ended; return the ends of its output and of its errors."""
-    tails = _Tail(process.stdout), _Tail(process.stderr)
-    reading = [asyncio.create_task(tail.read()) for tail in tails]
-    try:
-        await process.wait()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has left running holds its output open
-        await asyncio.wait(reading, timeout=FLUSH_S)
-    finally:
-        for task in reading:
-            task.cancel()
-    return tails[0].kept, tails[1].kept
-
-
 class _Tail:
-    """The end of a stream, which is read to its end."""
+    """The end of what a program writes into one pipe. The pipe is ours and not the process's, whose `wait` would wait
+    for whatever it has left running with the pipe open."""
 
-    def __init__(self, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
-        self._stream = stream
+    def __init__(self) -> None:
+        self._source, self.sink = os.pipe()
         self.kept = b""
+        self._reading: asyncio.Task[None] | None = None
 
-    async def read(self) -> None:
-        """Read until the stream ends."""
-        while chunk := await self._stream.read(MOST_TAIL_BYTES):
-            self.kept = (self.kept + chunk)[-MOST_TAIL_BYTES:]
+    def start(self) -> None:
+        """Read, once the program has its end of the pipe."""
+        os.close(self.sink)
+        self.sink = -1
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        stream = asyncio.StreamReader()
+        source = os.fdopen(self._source, "rb", buffering=0)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), source)
+        try:
+            while chunk := await stream.read(MOST_TAIL_BYTES):
+                self.kept = (self.kept + chunk)[-MOST_TAIL_BYTES:]
+        finally:
+            transport.close()
+
+    async def end(self) -> None:
+        """Read what is left, for as long as something holds the pipe open but no longer than FLUSH_S; free the pipe."""
+        if self._reading is None:
+            os.close(self._source)
+            os.close(self.sink)
+            return
+        await asyncio.wait([self._reading], timeout=FLUSH_S)
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
 
 
 def _outcome(output: bytes, number_is_reward: bool, program: str) -> Outcome:

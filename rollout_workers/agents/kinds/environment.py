@@ -35,7 +35,7 @@ from .base import (
 )
 from .threads import EpisodeThread
 from .toolbox import Count, Seconds, text_of
-from .turns import Reply, observed, play
+from .turns import TurnReply, observed, play
 
 
 class EnvironmentOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class EnvironmentOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The rest of a longer observation is cut off."""
 
 
-class Step(NamedTuple):
+class _Step(NamedTuple):
     """What an environment says to an action."""
 
     observation: Any
@@ -93,7 +93,7 @@ class EnvironmentAgent:
         messages = begin(self._first(first, task), self._options.system_prompt)
         measures = dict[str, float]()
 
-        async def reply(answer: Answer) -> Reply:
+        async def reply(answer: Answer) -> TurnReply:
             messages, reward, is_done = list[Message](), 0.0, False
             for action in _actions(answer, bool(tools)):
                 step = _step(await thread.call(own.step, action, deadline_s=self._options.step_s), self._what("step"))
@@ -102,7 +102,7 @@ class EnvironmentAgent:
                 reward, is_done = reward + step.reward, step.is_done
                 if is_done:
                     break
-            return Reply(messages, reward, is_done)
+            return TurnReply(messages, reward, is_done)
 
         turns = await play(episode, messages, reply, self._options.max_turns, self._what("step"), tools)
         return outcome(0.0, {**measures, "steps": float(turns)}) if turns else None
@@ -135,7 +135,7 @@ def _actions(answer: Answer, has_tools: bool) -> Sequence[str | ToolCall]:
     return answer.tool_calls if has_tools and answer.tool_calls else [answer.content]
 
 
-def _step(result: Any, what: str) -> Step:
+def _step(result: Any, what: str) -> _Step:
     """Return what `step` returned. Raises ShapeError where it is neither of the two shapes."""
     match result:
         case (observation, reward, done, info):
@@ -148,4 +148,4 @@ def _step(result: Any, what: str) -> Step:
                 f"{what} returned {result!r:.200}; it must return (observation, reward, done, info), or"
                 " (observation, reward, terminated, truncated, info)."
             )
-    return Step(observation, finite(reward, f"{what}: its reward"), truth(done, f"{what}: done"), numbers_of(info))
+    return _Step(observation, finite(reward, f"{what}: its reward"), truth(done, f"{what}: done"), numbers_of(info))

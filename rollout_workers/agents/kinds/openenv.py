@@ -20,7 +20,7 @@ from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Tas
 from .base import CallDeadlineError, Resume, ShapeError, begin, finite, outcome, truth
 from .threads import uncancelled
 from .toolbox import Count, Seconds
-from .turns import Reply, observed, play
+from .turns import TurnReply, observed, play
 
 HEARTBEAT_S = 20.0
 """The pause between two questions whether the server is there."""
@@ -78,10 +78,12 @@ class OpenEnvAgent:
             seen = self._observed(first["observation"])
             messages = begin(seen or task.messages, options.system_prompt)
 
-            async def reply(answer: Answer) -> Reply:
+            async def reply(answer: Answer) -> TurnReply:
                 step = await server.ask("step", {**options.action, options.action_field: answer.content})
                 reward = None if step.get("reward") is None else finite(step["reward"], f"{self._url}: reward")
-                return Reply(self._observed(step["observation"]), reward, truth(step.get("done"), f"{self._url}: done"))
+                return TurnReply(
+                    self._observed(step["observation"]), reward, truth(step.get("done"), f"{self._url}: done")
+                )
 
             turns = await play(episode, messages, reply, options.max_turns, self._url)
         return outcome(0.0, {"steps": float(turns)}) if turns else None

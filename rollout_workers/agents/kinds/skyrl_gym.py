@@ -31,7 +31,7 @@ from .base import (
 )
 from .threads import EpisodeThread
 from .toolbox import Count, Seconds
-from .turns import Reply, play
+from .turns import TurnReply, play
 
 SHAPE = "a dict with observations, reward, done and metadata"
 
@@ -79,12 +79,12 @@ class SkyrlGymAgent:
         begun = await thread.call(own.init, begin(task.messages, options.system_prompt), deadline_s=options.step_s)
         messages = _begun(begun, f"{options.environment}: init")
 
-        async def reply(answer: Answer) -> Reply:
+        async def reply(answer: Answer) -> TurnReply:
             step = await thread.call(own.step, answer.content, deadline_s=options.step_s)
             if not isinstance(step, Mapping) or not {"observations", "reward", "done"} <= step.keys():
                 raise ShapeError(f"{what} returned {step!r:.200}; it must return {SHAPE}.")
             said: list[Message] = messages_of(step["observations"] or [], f"{what}: observations")
-            return Reply(said, finite(step["reward"], f"{what}: reward"), truth(step["done"], f"{what}: done"))
+            return TurnReply(said, finite(step["reward"], f"{what}: reward"), truth(step["done"], f"{what}: done"))
 
         turns = await play(episode, messages, reply, options.max_turns, what)
         told = await thread.call(own.get_metrics, deadline_s=options.step_s) if hasattr(own, "get_metrics") else {}

@@ -22,7 +22,7 @@ from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Tas
 from .base import Resume, ShapeError, begin, cut, finite, outcome, truth
 from .threads import EpisodeThread
 from .toolbox import Count, Seconds
-from .turns import Reply, play
+from .turns import TurnReply, play
 
 DRAWS = Lock()
 """Guards the random numbers of the process, which all games draw from."""
@@ -65,9 +65,9 @@ class TextArenaAgent:
             first = await thread.call(game.start, task.seed, deadline_s=self._options.step_s)
             messages = begin(first, self._options.system_prompt)
 
-            async def reply(answer: Answer) -> Reply:
+            async def reply(answer: Answer) -> TurnReply:
                 said, is_done = await thread.call(game.step, answer.content, deadline_s=self._options.step_s)
-                return Reply(said, None, is_done)
+                return TurnReply(said, None, is_done)
 
             turns = await play(episode, messages, reply, self._options.max_turns, f"textarena {name}")
             reward, measures = await thread.call(game.end, deadline_s=self._options.step_s)

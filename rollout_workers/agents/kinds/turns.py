@@ -10,7 +10,7 @@ from .base import ShapeError, cut, messages_of
 from .toolbox import text_of
 
 
-class Reply(NamedTuple):
+class TurnReply(NamedTuple):
     """What an environment answers to a turn."""
 
     messages: list[Message]
@@ -22,7 +22,7 @@ class Reply(NamedTuple):
 async def play(
     episode: Episode,
     messages: list[Message],
-    reply: Callable[[Answer], Awaitable[Reply]],
+    reply: Callable[[Answer], Awaitable[TurnReply]],
     max_turns: int,
     what: str,
     tools: Any = (),

@@ -32,6 +32,10 @@ match sys.argv[1]:
             sys.stderr.write("y" * 65536)
         print()
         print('{"reward": 1.0}')
+    case "escapes":
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        Path(sys.argv[2]).write_text(str(subprocess.Popen(sleep, start_new_session=True).pid))
+        print('{"reward": 0.25}', flush=True)
     case "children":  # leaves one behind, which holds the output open
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(sys.argv[2]).write_text(f"{child.pid} {os.getcwd()}")
