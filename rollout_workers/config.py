@@ -200,6 +200,62 @@ class EnvironmentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     processes: Annotated[int, Meta(ge=1, le=256, description="processes of each worker that run your own class")] = 1
 
 
+class AgentFormatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How conversations are written as the model reads them, and what it wrote is read."""
+
+    kind: Annotated[
+        str,
+        Meta(description="auto (by the template of the tokenizer), or a format by its name"),
+    ] = "auto"
+    options: Annotated[dict[str, object], Meta(description="options of that format")] = {}
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent that plays episodes, in the place of an environment."""
+
+    kind: Annotated[
+        str,
+        Meta(
+            description="a task or an adapter by its name, as the guide on agents has them, or your own as"
+            " package.module:rollout; empty: no agent, an environment answers turns"
+        ),
+    ] = ""
+    options: Annotated[dict[str, object], Meta(description="options of that kind, or arguments of your own class")] = {}
+    format: AgentFormatConfig = AgentFormatConfig()
+    max_turns: Annotated[int, Meta(ge=1, le=10_000, description="most turns of an episode, branches included")] = 64
+    max_turn_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="longest answer of one turn; null: what is left of sampling.max_new_tokens, which counts all"
+            " that an episode reads and samples after its first prompt"
+        ),
+    ] = None
+    turn_s: Annotated[float, Meta(gt=0, description="seconds for one answer of the model, waiting included")] = 600.0
+    tool_s: Annotated[float, Meta(gt=0, description="seconds for one call of a tool")] = 60.0
+    episode_s: Annotated[float, Meta(gt=0, description="seconds for a whole episode, scoring included")] = 1800.0
+    ignore_sampling: Annotated[
+        bool,
+        Meta(
+            description="take calls that ask for another temperature, top_p or seed than sampling.*, and sample by"
+            " sampling.* all the same; else such a call is refused"
+        ),
+    ] = False
+    on_failure: Annotated[
+        Literal["again", "zero"],
+        Meta(
+            description="an episode whose agent fails: again: it begins anew, and a worker whose agent fails again and"
+            " again ends; zero: its turns are trained with a reward of 0, and failures are counted by their reason"
+        ),
+    ] = "again"
+    episodes_per_place: Annotated[
+        int,
+        Meta(ge=1, le=1000, description="most episodes of a worker for each request that its engine runs at a time"),
+    ] = 8
+    processes: Annotated[int, Meta(ge=1, le=256, description="processes of each worker that run agents")] = 1
+    host: Annotated[str, Meta(description="address at which a worker's endpoint listens")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="its port; 0: any that is free")] = 0
+
+
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One more pool of workers, whose engines may differ from the recipe's."""
 

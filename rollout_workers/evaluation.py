@@ -26,10 +26,9 @@ from headway.broker.schema import Prompt, WeightVersion
 from .config import EvalConfig, SamplingConfig
 from .decoding import Decoding
 from .engines.base import Engine, GenerationRequest
-from .environments import Environment, SingleTurn
-from .rewards.base import Reward, UnscoredError
-from .samples.episode import Episodes
-from .samples.generation import EngineFailedError, generate, room
+from .rewards.base import UnscoredError
+from .samples.episode import PlayedSample, Player
+from .samples.generation import EngineFailedError, generate
 from .samples.leased_samples import WorkerContext
 from .samples.recorder import Recorder
 
@@ -59,35 +58,30 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 async def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    reward: Reward,
+    player: Player,
     decoding: Decoding,
     sampling: SamplingConfig,
     pass_reward: float,
-    environment: Environment | None = None,
     *,
     samples: int = 1,
 ) -> EvalResult:
-    """Sample each prompt `samples` times, as many at a time as the engine can batch. Without `environment` an episode
-    has one turn."""
-    episodes = Episodes(environment or SingleTurn(), reward, decoding)
+    """Have `player` play each prompt `samples` times, with as many requests at a time as the engine can batch."""
     places = asyncio.Semaphore(engine.capacity)
 
+    async def turn(request: GenerationRequest, recorder: Recorder) -> None:
+        async with places:
+            await generate(engine, request, recorder)
+
     async def one(place: int, number: int, prompt: Prompt) -> EvaluationResult:
-        recorder, request = Recorder(), held_out_request(place, number, prompt, sampling, decoding)
-
-        async def turn() -> None:
-            async with places:
-                await generate(engine, request, recorder)
-
-        return await play_held_out(
-            episodes,
-            prompt,
-            recorder,
-            request,
-            turn,
+        sample = PlayedSample(
+            prompt=prompt,
+            number=number,
+            recorder=player.recorder(),
+            request=held_out_request(place, number, prompt, sampling, decoding),
+            generate=turn,
             max_model_len=engine.max_model_len,
-            pass_reward=pass_reward,
         )
+        return await play_held_out(player, sample, pass_reward)
 
     asked = [one(place, number, prompt) for place, prompt in enumerate(prompts) for number in range(samples)]
     return summarize(await gather_or_cancel(asked), samples)
@@ -146,22 +140,11 @@ def held_out_request(
     )
 
 
-async def play_held_out(
-    episodes: Episodes,
-    prompt: Prompt,
-    recorder: Recorder,
-    request: GenerationRequest,
-    generate: Callable[[], Awaitable[None]],
-    *,
-    max_model_len: int,
-    pass_reward: float,
-) -> EvaluationResult:
-    """Play an episode to its end and return its result. `generate` records a turn to its end. Raises as
-    `Episodes.play` does."""
-    scored = await episodes.play(prompt, recorder, generate, lambda: room(request, recorder, max_model_len))
-    scored = scored or await episodes.score_turn(prompt, recorder, 0)
-    reward = recorder.earned + scored.reward
-    return EvaluationResult(reward >= pass_reward, reward, len(recorder.tokens), scored.components)
+async def play_held_out(player: Player, sample: PlayedSample, pass_reward: float) -> EvaluationResult:
+    """Play an episode to its end and return its result. Raises as `Player.play` does."""
+    scored = await player.play(sample) or await player.score_turn(sample.prompt, sample.recorder, 0)
+    reward = sample.recorder.earned + scored.reward
+    return EvaluationResult(reward >= pass_reward, reward, len(sample.recorder.tokens), scored.components)
 
 
 RENEW_S = 1.0
@@ -181,7 +164,7 @@ class EvaluationSampler:
         context: WorkerContext,
         verbs: Evaluations,
         outages: Outages,
-        episodes: Episodes,
+        player: Player,
         generate: Callable[[GenerationRequest, Recorder], Awaitable[None]],
         *,
         max_model_len: int,
@@ -193,7 +176,7 @@ class EvaluationSampler:
         self._sampling = evaluation_sampling(context.sampling, context.evaluation)
         self._verbs = verbs
         self._outages = outages
-        self._episodes = episodes
+        self._player = player
         self._generate = generate
         self._max_model_len = max_model_len
         self._on_change = on_change
@@ -272,7 +255,7 @@ class EvaluationSampler:
             held.task.cancel()
 
     async def _sample(self, lease: EvaluationLease) -> None:
-        recorder = Recorder()
+        recorder = self._player.recorder()
         try:
             result = await self._result(lease, recorder)
         except EngineFailedError:
@@ -294,16 +277,16 @@ class EvaluationSampler:
         request = held_out_request(place, number, lease.prompt, self._sampling, self._context.decoding)
         # A worker may lease a lost sample again while the engine still ends its old request.
         request = msgspec.structs.replace(request, request_id=f"{request.request_id}:{lease.version}:{lease.token}")
+        sample = PlayedSample(
+            prompt=lease.prompt,
+            number=number,
+            recorder=recorder,
+            request=request,
+            generate=self._generate,
+            max_model_len=self._max_model_len,
+        )
         try:
-            return await play_held_out(
-                self._episodes,
-                lease.prompt,
-                recorder,
-                request,
-                lambda: self._generate(request, recorder),
-                max_model_len=self._max_model_len,
-                pass_reward=self._config.pass_reward,
-            )
+            return await play_held_out(self._player, sample, self._config.pass_reward)
         except UnscoredError as error:
             log.warning("sample %d of the evaluation of %s has not passed: %s", lease.sample, lease.version, error)
             return EvaluationResult(passed=False, reward=0.0, response_tokens=len(recorder.tokens))

@@ -22,11 +22,9 @@ from headway.weightsync.config import WeightsConfig
 from headway.weightsync.subscriber import Subscriber
 
 from .engines.base import Engine
-from .environments import Environment, SingleTurn
 from .evaluation import EvaluationSampler
 from .health import EngineHealth, RunEnd, Verdict
-from .rewards.base import Reward
-from .samples.episode import Episodes
+from .samples.episode import Player
 from .samples.generation import MonitoredEngine
 from .samples.leased_samples import ConcurrencyShare, HeldLeases, LeasedSamples, WorkerContext, WorkerSubmissions
 from .samples.teacher_client import TeacherClient
@@ -40,8 +38,6 @@ EXIT_STEP_S = 4.0
 submitting finished ones, handing back those that are not scored by then, and telling the broker that it leaves."""
 MISSED_HEARTBEATS = 5
 """Heartbeats that a worker may miss before it counts as dead and its turn to swap goes to another worker."""
-MOST_UNSUBMITTED = 2
-"""Leases that a worker holds at most, as a multiple of its places, so that slow rewards cannot pile up samples."""
 log = logging.getLogger(__name__)
 
 
@@ -56,13 +52,12 @@ class Worker:
         broker: Broker,
         engine: Engine,
         subscriber: Subscriber,
-        reward: Reward,
-        environment: Environment | None = None,
+        player: Player,
         teacher: TeacherClient | None = None,
         on_unhealthy: Callable[[], object] = lambda: None,
         exit_step_s: float = EXIT_STEP_S,
     ) -> None:
-        """`environment` answers turns; without one an episode has one turn. `teacher` adds its logprobs of the
+        """`player` plays samples, of training and of evaluation alike. `teacher` adds its logprobs of the
         tokens to trajectories. `on_unhealthy` is called once, when the worker finds itself unhealthy and begins to
         hand its work back. `exit_step_s` limits each step of leaving (see EXIT_STEP_S)."""
         self._context = context
@@ -70,7 +65,7 @@ class Worker:
         self._broker = broker
         self._engine = engine
         self._subscriber = subscriber
-        self._episodes = Episodes(environment or SingleTurn(), reward, context.decoding)
+        self._player = player
         self._teacher = teacher
         self._outages = Outages(broker.url)
         self._alive_s = MISSED_HEARTBEATS * self._config.heartbeat_s
@@ -122,7 +117,7 @@ class Worker:
             self._broker.leases,
             self._held,
             self._monitored_engine,
-            self._episodes,
+            self._player,
             self._teacher,
             self._submissions,
             self._outages,
@@ -136,7 +131,7 @@ class Worker:
             self._context,
             self._broker.evaluations,
             self._outages,
-            self._episodes,
+            self._player,
             self._monitored_engine.generate,
             max_model_len=self._engine.max_model_len,
             on_change=self._wake.set,
@@ -314,8 +309,8 @@ class Worker:
     def _room(self, places: int | None = None) -> int:
         """Return how many samples more the worker may begin if it takes so many at a time; by default its own."""
         places = self._concurrency.limit if places is None else places
-        free = places - len(self._evaluation_sampler) - self._held.generating
-        return min(free, MOST_UNSUBMITTED * places - len(self._held))
+        busy = len(self._evaluation_sampler) + self._held.generating - self._player.outside
+        return min(places - busy, self._player.most_at_once * places - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> None:
         """Wait for a wake-up, for `timeout_s` seconds at most."""
@@ -339,7 +334,7 @@ class Worker:
 
     async def _leave(self) -> None:
         async with AsyncExitStack() as closing:
-            for part in (self._episodes, self._teacher, self._subscriber):
+            for part in (self._player, self._teacher, self._subscriber):
                 if part is not None:
                     closing.push_async_callback(part.close)
             if self._device is not None:

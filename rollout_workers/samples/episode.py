@@ -6,17 +6,20 @@ A tracer follows it: a worker tells it when each phase of a sample begins, and h
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.errors import HeadwayError
-from headway.broker.schema import Lease, Prompt, Trajectory
+from headway.broker.schema import Lease, Prompt, Segment, Trajectory
 from headway.rollout_workers.decoding import Decoding, response_text
+from headway.rollout_workers.engines.base import GenerationRequest
 from headway.rollout_workers.environments import Environment, Episode
 from headway.rollout_workers.rewards.base import CallFailures, Reward
 
+from .generation import room
 from .recorder import Recorder
 
 
@@ -82,8 +85,72 @@ class ScoredTurn(NamedTuple):
     """Token ids that the model reads next; empty if the episode has ended."""
 
 
+async def _keep_nothing() -> None:
+    """Keep nothing: no worker would continue the sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedSample:
+    """A sample that is played to its end."""
+
+    prompt: Prompt
+    number: int
+    """The number of the sample among those of its prompt."""
+    recorder: Recorder
+    """Made by the player, with the turns that were played before."""
+    request: GenerationRequest
+    """For a whole response to the prompt."""
+    generate: Callable[[GenerationRequest, Recorder], Awaitable[None]]
+    """Records one turn to its end."""
+    max_model_len: int
+    keep: Callable[[], Awaitable[None]] = _keep_nothing
+    """Returns once all that is recorded is durable, or this worker's lease is lost."""
+
+    def room(self) -> int:
+        """Return how many tokens may follow what is recorded."""
+        return room(self.request, self.recorder, self.max_model_len)
+
+
+class Player(Protocol):
+    """Plays samples, many at a time: an environment's (`Episodes`), or an agent's (`agents.player`)."""
+
+    most_at_once: int
+    """Samples that a worker holds at most for each place in its engine."""
+    resumes: bool
+    """Whether a sample can go on after the turns that another worker recorded; else it begins anew."""
+
+    @property
+    def outside(self) -> int:
+        """The samples under way that have a turn behind them and ask nothing of the engine now, as their tools work."""
+        ...
+
+    def recorder(self, segments: Sequence[Segment] = (), *, prompt_length: int | None = None) -> Recorder:
+        """Return the recorder of a sample, as `Recorder` takes its arguments."""
+        ...
+
+    async def play(self, sample: PlayedSample, trace: SampleTrace = NO_TRACER) -> ScoredTurn | None:
+        """Play turns until the sample needs the engine no more. Returns its scored last turn, or None if that turn
+        is still to be scored. Raises as `score_turn` does."""
+        ...
+
+    async def score_turn(
+        self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = NO_TRACER
+    ) -> ScoredTurn:
+        """Score the turn that was recorded last. Raises UnscoredError or RewardError."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything. Idempotent."""
+        ...
+
+
 class Episodes:
     """Plays episodes: `reward` scores each turn's answer, and `environment` says what follows."""
+
+    most_at_once = 2
+    """So that slow rewards cannot pile up samples."""
+    resumes = True
+    outside = 0
 
     def __init__(self, environment: Environment, reward: Reward, decoding: Decoding) -> None:
         self._environment = environment
@@ -97,26 +164,21 @@ class Episodes:
             failure="said what the model cannot read",
         )
 
-    async def play(
-        self,
-        prompt: Prompt,
-        recorder: Recorder,
-        generate: Callable[[], Awaitable[None]],
-        room: Callable[[], int],
-        trace: SampleTrace = NO_TRACER,
-    ) -> ScoredTurn | None:
-        """Play turns until the sample needs the engine no more. Returns its scored last turn, or None if that turn
-        is still to be scored. `generate` records a turn to its end; `room` returns how many tokens may follow.
-        Raises as `score_turn` does."""
+    def recorder(self, segments: Sequence[Segment] = (), *, prompt_length: int | None = None) -> Recorder:
+        """See Player."""
+        return Recorder(segments, prompt_length=prompt_length)
+
+    async def play(self, sample: PlayedSample, trace: SampleTrace = NO_TRACER) -> ScoredTurn | None:
+        """See Player."""
         while True:
             with trace.generating():
-                await generate()
-            if len(recorder.turns) + 1 >= self._environment.max_turns:
+                await sample.generate(sample.request, sample.recorder)
+            if len(sample.recorder.turns) + 1 >= self._environment.max_turns:
                 return None
-            scored = await self.score_turn(prompt, recorder, room(), trace)
+            scored = await self.score_turn(sample.prompt, sample.recorder, sample.room(), trace)
             if not scored.said:
                 return scored
-            recorder.add_environment_tokens(scored.said, scored.reward)
+            sample.recorder.add_environment_tokens(scored.said, scored.reward)
 
     async def score_turn(
         self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = NO_TRACER

@@ -24,8 +24,8 @@ from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.rewards.base import UnscoredError
 from headway.weightsync.config import WeightsConfig
 
-from .episode import NO_TRACER, Episodes, SampleTrace, SampleTracer, ScoredTurn
-from .generation import EngineFailedError, MonitoredEngine, request_of, room
+from .episode import NO_TRACER, PlayedSample, Player, SampleTrace, SampleTracer, ScoredTurn
+from .generation import EngineFailedError, MonitoredEngine, request_of
 from .recorder import Recorder, SegmentLog
 from .teacher_client import TeacherClient
 
@@ -256,7 +256,7 @@ class LeasedSamples:
         leases: Leases,
         held: HeldLeases,
         engine: MonitoredEngine,
-        episodes: Episodes,
+        episodes: Player,
         teacher: TeacherClient | None,
         submissions: WorkerSubmissions,
         outages: Outages,
@@ -282,7 +282,7 @@ class LeasedSamples:
     def begin(self, lease: Lease, create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Hold the lease, and begin its sample."""
         prompt_length = len(lease.prompt.token_ids) if self._context.records_experts else None
-        recorder = Recorder(lease.segments, prompt_length=prompt_length)
+        recorder = self._episodes.recorder(lease.segments, prompt_length=prompt_length)
         segments = SegmentLog(lease, recorder, self._append, self._context.config)
         self._held.hold(lease, segments, create_task(self._sample(lease, recorder, segments)))
 
@@ -328,19 +328,24 @@ class LeasedSamples:
             self.resumed_tokens += len(recorder.tokens)
             await self._reach(recorder.newest_version)  # within a sample versions never go back
         request = request_of(lease, self._context.sampling, self._context.decoding)
-        return await self._episodes.play(
-            lease.prompt,
-            recorder,
-            lambda: self._engine.generate(request, recorder, segments.note),
-            lambda: room(request, recorder, self._engine.max_model_len),
-            trace,
+        sample = PlayedSample(
+            prompt=lease.prompt,
+            number=lease.tid.sample,
+            recorder=recorder,
+            request=request,
+            generate=lambda asked, turn: self._engine.generate(
+                asked, turn, segments.note if turn is recorder else None
+            ),
+            max_model_len=self._engine.max_model_len,
+            keep=segments.keep_all,
         )
+        return await self._episodes.play(sample, trace)
 
     async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:
         """Append a segment. Returns None while the broker is away: generation goes on, and a later segment has the
         tokens."""
         # As for a whole sample: no worker may continue what failing weights sampled.
-        await self._reach(segment.spans[-1].version)
+        await self._reach(max(span.version for span in segment.spans))
         with self._outages:
             reply = await self._leases.append(lease, segment, self._context.lease_ttl_s)
             if reply.outcome is AppendOutcome.FENCED:

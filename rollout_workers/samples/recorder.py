@@ -280,6 +280,12 @@ class SegmentLog:
         while self._has_more() and await self._send():
             pass
 
+    async def keep_all(self) -> None:
+        """Return once all recorded tokens are appended, or the lease is lost. It waits while the broker is away."""
+        while self._has_more():
+            if not await self._send() and self._sent is not None:
+                await asyncio.sleep(RETRY_S)
+
     def _is_due(self) -> bool:
         waited_s = time.monotonic() - self._last_s
         if not self._has_more() or (self._sent is not None and waited_s < RETRY_S):

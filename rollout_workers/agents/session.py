@@ -1,0 +1,418 @@
+"""One attempt at an episode: calls are answered by the engine, from the record, or by a refusal.
+
+A call is answered from the record where this attempt repeats what an earlier one was answered: after a worker was lost
+the agent is run again, and its calls get the recorded answers until it asks something new. So does a client that lost
+an answer. Any other call is sampled: after the tokens of the turn that its conversation goes on from, if these can be
+continued exactly, else as a branch.
+"""
+
+import asyncio
+import json
+import math
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from headway.broker.schema import AgentCall
+from headway.rollout_workers.config import AgentConfig
+from headway.rollout_workers.samples.episode import PlayedSample
+from headway.rollout_workers.samples.generation import EngineFailedError
+from headway.rollout_workers.samples.recorder import Recorder
+
+from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
+from .conversation import ChatFormat, Message, ParsedAnswer, Tool
+from .tree import EpisodeRecorder, RecordedTurn
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a call has the model read: the first `keeps` tokens of the row of turn `after`, and then `read`."""
+
+    after: int
+    keeps: int
+    read: list[int]
+    is_fork: bool
+    """Whether it breaks off from an earlier conversation, or goes on from none."""
+
+
+@dataclass
+class _Recorded:
+    """A turn, which answers its call again as long as the agent does not have it."""
+
+    number: int
+    is_kept: bool
+    """Whether the agent does not have it: of an earlier attempt, or lost on its way."""
+
+
+@dataclass
+class _Running:
+    task: asyncio.Task[ChatAnswer]
+    keys: set[str]
+    waiting: int = 0
+    """Callers that wait for the answer."""
+
+
+class EpisodeSession:
+    """Speaks to one agent: an implementation of `calls.Session`."""
+
+    def __init__(
+        self,
+        sample: PlayedSample,
+        recorder: EpisodeRecorder,
+        chat_format: ChatFormat,
+        config: AgentConfig,
+        *,
+        model: str,
+        text_of: Callable[[list[int]], str],
+    ) -> None:
+        self.model = model
+        self.text_of = text_of
+        self.counts: Counter[str] = Counter()
+        """Calls by what became of them, forks, and tokens that were computed for forks alone."""
+        self.waited_s = 0.0
+        """Seconds in which the agent asked nothing: its tools worked, or itself."""
+        self.failure: Exception | None = None
+        """Why the episode cannot go on, of the engine's side."""
+        self._sample = sample
+        self._recorder = recorder
+        self._format = chat_format
+        self._config = config
+        self._recorded: dict[str, list[_Recorded]] = {}
+        self._running: dict[str, list[_Running]] = {}
+        self._keys: dict[str, int] = {}
+        """Turns by the client's own names of their calls."""
+        self._turn_of: dict[str, int] = {}
+        """The newest turn that ends a conversation, by the conversation's digest."""
+        self._main_system: str | None = None
+        self._keeping = asyncio.Lock()
+        self._reserved = 0
+        self._idle_since = time.monotonic()
+        self._has_begun = False
+        self._is_over = False
+        for number in range(recorder.resumed):
+            turn = recorder.turns[number]
+            assert turn.call is not None
+            self._recorded.setdefault(turn.call.digest, []).append(_Recorded(number, is_kept=True))
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the agent has called before, and no call of it runs."""
+        return self._has_begun and not self._running and not self._is_over
+
+    def end(self) -> None:
+        """Refuse all further calls, and cancel those that run. Idempotent."""
+        self._is_over = True
+        for running in self._running.values():
+            for one in running:
+                if one.task is not asyncio.current_task():
+                    one.task.cancel()
+
+    async def chat(self, call: ChatCall) -> ChatAnswer:
+        """See Session."""
+        self._check_open()
+        self._check_sampling(call)
+        call = replace(call, role=self._role(call))
+        if (known := self._known(call)) is not None:
+            return known
+        running = self._joined(call)
+        running.waiting += 1
+        try:
+            answer = await asyncio.shield(running.task)
+        except asyncio.CancelledError:
+            if running.task.cancelled():
+                raise SessionEndedError("this episode has ended, or another worker plays it now") from None
+            raise
+        finally:
+            running.waiting -= 1
+        self._find(answer).is_kept = False
+        return answer
+
+    def note_lost(self, answer: ChatAnswer) -> None:
+        """See Session."""
+        self._find(answer).is_kept = True
+
+    def count_tokens(self, call: ChatCall) -> int:
+        """See Session."""
+        self._check_open()
+        if call.prompt_token_ids is not None:
+            return len(call.prompt_token_ids)
+        return len(self._format.render(call.messages, call.tools))
+
+    def give_reward(self, reward: float) -> None:
+        """See Session."""
+        self._check_open()
+        number = self._recorder.newest_main()
+        if number is None or not math.isfinite(reward):
+            raise CallRefusedError(f"a reward of {reward} for no turn, or no finite number")
+        self._recorder.give_reward(number, reward)
+
+    async def finish(self, reward: float | None, measures: dict[str, float]) -> None:
+        """See Session. The agents of this worker end by returning."""
+        raise CallRefusedError("this episode ends when its agent returns; return the reward instead")
+
+    def settle(self) -> None:
+        """Note that the agent has ended: turns that it did not see are not trained."""
+        self.end()
+        unseen = [one.number for recorded in self._recorded.values() for one in recorded if one.is_kept]
+        if unseen:
+            self.counts["unseen_turns"] += len(unseen)
+            self._recorder.drop(unseen)
+
+    def _check_open(self) -> None:
+        if self._is_over:
+            raise SessionEndedError("this episode has ended, or another worker plays it now")
+
+    def _joined(self, call: ChatCall) -> _Running:
+        """Return the same call as it runs, where this one repeats it, else begin to sample an answer."""
+        running = self._running.setdefault(call.digest, [])
+        is_named = call.is_retry or bool(call.key)
+        for one in running:
+            if not one.waiting or call.key in one.keys or (is_named and not call.key):
+                self.counts["repeated"] += 1
+                return one
+        waited_s = self._begin()
+        made = _Running(asyncio.create_task(self._sampled(call, waited_s)), {call.key} - {""})
+        running.append(made)
+        made.task.add_done_callback(lambda _: self._ended(call.digest, made))
+        return made
+
+    def _begin(self) -> float:
+        """Note a call. Returns the seconds since the answer before, if no other call runs."""
+        waited_s = 0.0 if any(self._running.values()) else time.monotonic() - self._idle_since
+        self.waited_s += waited_s
+        self._has_begun = True
+        return waited_s
+
+    def _ended(self, digest: str, running: _Running) -> None:
+        self._running[digest].remove(running)
+        self._idle_since = time.monotonic()
+
+    def _find(self, answer: ChatAnswer) -> _Recorded:
+        number = _number_of(answer.id)
+        every = (one for recorded in self._recorded.values() for one in recorded)
+        return next((one for one in every if one.number == number), _Recorded(number, is_kept=False))
+
+    def _check_sampling(self, call: ChatCall) -> None:
+        """Raise CallRefusedError for a call that would be sampled in another way than it asks for."""
+        if self._config.ignore_sampling:
+            return
+        request = self._sample.request
+        for name, given in (("temperature", request.temperature), ("top_p", request.top_p), ("top_k", request.top_k)):
+            asked = getattr(call, name, None)
+            if asked is not None and not math.isclose(float(asked), float(given)):
+                raise CallRefusedError(
+                    f"{name}={asked:g} is not what this run samples with, {given:g}; leave it out of the call, or set"
+                    " agent.ignore_sampling=true to have it ignored"
+                )
+
+    def _role(self, call: ChatCall) -> Any:
+        """Return the role of a call: another system prompt than the first one's, without tools, is auxiliary, as agents
+        ask for titles and summaries so."""
+        system = "\n".join(_text(one) for one in call.messages if one.get("role") == "system")
+        if self._main_system is None and call.role == "main":
+            self._main_system = system
+        is_other = bool(call.messages) and system != self._main_system and bool(system) and not call.tools
+        return "auxiliary" if is_other or call.role == "auxiliary" else "main"
+
+    def _known(self, call: ChatCall) -> ChatAnswer | None:
+        """Return the recorded answer of a repeated call; None if the call is to be sampled."""
+        recorded = self._recorded.get(call.digest, [])
+        found = next((one for one in recorded if one.is_kept), None)
+        if found is None and call.key in self._keys:
+            found = _Recorded(self._keys[call.key], is_kept=False)
+        if found is None and call.is_retry and recorded:
+            found = recorded[-1]
+        if found is None:
+            return None
+        self._begin()
+        self._idle_since = time.monotonic()
+        self.counts["resumed" if found.number < self._recorder.resumed else "repeated"] += 1
+        found.is_kept = False
+        turn = self._recorder.turn(found.number)
+        parsed = self._parsed(turn, call.tools)
+        self._note_conversation(call, parsed, found.number)
+        return self._answer(turn, parsed)
+
+    async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
+        try:
+            async with asyncio.timeout(self._config.turn_s):
+                return await self._turn(call, waited_s, time.monotonic())
+        except TimeoutError:
+            self.counts["turn_timeouts"] += 1
+            raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
+        except EngineFailedError as error:
+            self.failure = error
+            self.end()
+            raise SessionEndedError("the engine failed; the episode goes on elsewhere") from error
+
+    async def _turn(self, call: ChatCall, waited_s: float, began_s: float) -> ChatAnswer:
+        context = await self._context(call)
+        whole = [*self._recorder.row(context.after)[: context.keeps], *context.read]
+        longest = self._longest_answer(call, whole, context)
+        if longest < 1 or len(self._recorder.turns) - self._unrepeated() >= self._config.max_turns:
+            self.counts["over_budget"] += 1
+            return _spent(whole)
+        reserved = len(context.read) + longest
+        self._reserved += reserved
+        turn = Recorder()
+        try:
+            await self._sample.generate(self._request(call, whole, longest), turn)
+        finally:
+            self._reserved -= reserved
+        parsed = self._format.parse(turn.tokens, call.tools)
+        made = AgentCall(
+            after=context.after,
+            keeps=context.keeps,
+            digest=call.digest,
+            role=call.role,
+            finish_reason=turn.finished(),
+            tool_calls=len(parsed.tool_calls),
+            waited_s=waited_s,
+            sampled_s=time.monotonic() - began_s,
+        )
+        async with self._keeping:
+            number = self._recorder.add_turn(context.read, turn, made)
+            self._recorded.setdefault(call.digest, []).append(_Recorded(number, is_kept=True))
+            if call.key:
+                self._keys[call.key] = number
+            await self._sample.keep()
+        self._check_open()
+        self._count(call, context, turn)
+        recorded = self._recorder.turn(number)
+        parsed = self._parsed(recorded, call.tools)
+        self._note_conversation(call, parsed, number)
+        return self._answer(recorded, parsed)
+
+    def _count(self, call: ChatCall, context: _Context, turn: Recorder) -> None:
+        self.counts["turns"] += 1
+        self.counts["auxiliary_turns"] += call.role == "auxiliary"
+        self.counts["forks"] += context.is_fork and call.role == "main"
+        self.counts["read_tokens"] += len(context.read)
+        self.counts["sampled_tokens"] += len(turn.tokens)
+
+    def _unrepeated(self) -> int:
+        """Return how many turns of earlier attempts this one has not repeated yet."""
+        return sum(
+            one.number < self._recorder.resumed and one.is_kept
+            for recorded in self._recorded.values()
+            for one in recorded
+        )
+
+    def _longest_answer(self, call: ChatCall, whole: Sequence[int], context: _Context) -> int:
+        """Return how many tokens the answer may have."""
+        request, config = self._sample.request, self._config
+        left = request.max_new_tokens - len(self._recorder.tokens) - self._reserved - len(context.read)
+        bounds = [left, self._sample.max_model_len - len(whole)]
+        bounds += [bound for bound in (config.max_turn_tokens, call.max_tokens) if bound is not None]
+        return min(bounds)
+
+    def _request(self, call: ChatCall, whole: list[int], longest: int) -> Any:
+        """Return the request for an answer after `whole`. Its seed depends on what is asked and how often it was."""
+        request = self._sample.request
+        asked = len(self._recorded.get(call.digest, []))
+        seed = None if request.seed is None else zlib.crc32(f"{request.seed}:{call.digest}:{asked}".encode())
+        return replace(
+            request,
+            request_id=f"{request.request_id}:{call.digest[:8]}:{asked}",
+            prompt_tokens=whole,
+            max_new_tokens=longest,
+            stop_token_ids=sorted({*request.stop_token_ids, *self._format.stop_token_ids}),
+            seed=seed,
+            experts_from=None,
+        )
+
+    async def _context(self, call: ChatCall) -> _Context:
+        """Return what the model reads. The tokens of a turn that the conversation goes on from are kept as they are."""
+        if call.prompt_token_ids is not None:
+            return self._beginning(call.prompt_token_ids)
+        answers = [place for place, one in enumerate(call.messages) if one.get("role") == "assistant"]
+        for place in reversed(answers):
+            after = self._turn_of.get(_conversation(call.messages[: place + 1], call.tools))
+            if after is None:
+                continue
+            row = self._recorder.row(after)
+            read = await asyncio.to_thread(self._format.bridge, row, call.messages[place + 1 :], call.tools)
+            if read is not None:
+                return _Context(after, len(row), read, is_fork=place != answers[-1])
+            self.counts["unbridged"] += 1
+            break
+        return self._beginning(await asyncio.to_thread(self._format.render, call.messages, call.tools))
+
+    def _beginning(self, tokens: list[int]) -> _Context:
+        """Return a context of these very tokens, with as many as possible from an earlier row."""
+        after, keeps = self._recorder.longest_beginning(tokens)
+        is_whole = after >= 0 and keeps == len(self._recorder.row(after))
+        return _Context(after, keeps, list(tokens[keeps:]), is_fork=bool(self._recorder.turns) and not is_whole)
+
+    def _parsed(self, turn: RecordedTurn, tools: Sequence[Tool]) -> ParsedAnswer:
+        """Return the parts of a turn, with ids of tool calls that are unique in the episode and the same when the turn
+        is repeated."""
+        parsed = self._format.parse(turn.token_ids, tools)
+        named = (replace(one, id=f"call_{turn.number}_{place}") for place, one in enumerate(parsed.tool_calls))
+        return replace(parsed, tool_calls=tuple(named))
+
+    def _note_conversation(self, call: ChatCall, parsed: ParsedAnswer, number: int) -> None:
+        if call.prompt_token_ids is None:
+            self._turn_of[_conversation([*call.messages, parsed.message()], call.tools)] = number
+
+    def _answer(self, turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:
+        is_cut = turn.call.finish_reason == "length"
+        return ChatAnswer(
+            message=parsed.message(),
+            finish_reason="length" if is_cut else "tool_calls" if parsed.tool_calls else "stop",
+            prompt_token_ids=turn.context,
+            token_ids=turn.token_ids,
+            logprobs=turn.logprobs,
+            id=f"turn-{turn.number}",
+        )
+
+
+def _spent(context: list[int]) -> ChatAnswer:
+    """Return the answer of an episode that has no turn or token left."""
+    message = {"role": "assistant", "content": ""}
+    return ChatAnswer(
+        message=message, finish_reason="length", prompt_token_ids=context, token_ids=[], logprobs=[], id="turn--1"
+    )
+
+
+def _number_of(answer_id: str) -> int:
+    return int(answer_id.removeprefix("turn-"))
+
+
+def _conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """Return the digest of a conversation: equal for those that say the same, whatever a client leaves out of, or adds
+    to, the messages that it repeats."""
+    said = [_canonical(message) for message in messages]
+    return blake2b(msgspec.json.encode((said, list(tools)), order="deterministic"), digest_size=16).hexdigest()
+
+
+def _canonical(message: Message) -> tuple[Any, ...]:
+    calls = [
+        (one["function"].get("name"), _plain(one["function"].get("arguments")))
+        for one in message.get("tool_calls") or ()
+    ]
+    return message.get("role"), _text(message).strip(), calls
+
+
+def _plain(arguments: Any) -> Any:
+    """Return what JSON text says; the text, if it is none."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
