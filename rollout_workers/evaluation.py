@@ -76,7 +76,7 @@ async def evaluate(
         sample = PlayedSample(
             prompt=prompt,
             number=number,
-            recorder=player.recorder(),
+            recorder=player.recorder(prompt),
             request=held_out_request(place, number, prompt, sampling, decoding),
             generate=turn,
             max_model_len=engine.max_model_len,
@@ -255,7 +255,7 @@ class EvaluationSampler:
             held.task.cancel()
 
     async def _sample(self, lease: EvaluationLease) -> None:
-        recorder = self._player.recorder()
+        recorder = self._player.recorder(lease.prompt)
         try:
             result = await self._result(lease, recorder)
         except EngineFailedError:

@@ -229,6 +229,10 @@ class Leases:
         await self._discard(lease, _NO_SEGMENT, reason, b"")
         await self.release([lease])
 
+    async def begin_anew(self, lease: Lease) -> None:
+        """Discards the sample's segments, after which its player cannot go on, and keeps the lease."""
+        await self._discard(lease, _NO_SEGMENT, "the player cannot go on after segments, and begins anew", b"")
+
     async def _discard(self, lease: Lease, index: int, reason: str, head: bytes) -> None:
         """Discards the sample's segments, because the one of this index cannot be used."""
         await self._connection.script("discard", str(lease.tid), lease.token, index, reason, head)

@@ -24,6 +24,7 @@ from headway.broker.errors import HeadwayError
 from .import_paths import place_of
 
 LENGTH = struct.Struct(">I")
+CANCEL = ""
 MAX_FRAME_BYTES = 1 << 28
 
 
@@ -41,7 +42,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a method. The answer has the same `number`."""
+    """One call of a method. The answer has the same `number`. The method CANCEL cancels the call of that number, which
+    gets no answer, if it is a coroutine; a thread runs on."""
 
     number: int
     method: str
@@ -105,12 +107,15 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
         os._exit(1)
     _say(answers, frame(CallAnswer(0, value=opened.places)))
     threads = ThreadPoolExecutor(opened.places)
-    running: set[asyncio.Task[None]] = set()
+    running: dict[int, asyncio.Task[None]] = {}
     while True:
         call = msgspec.msgpack.decode(await _read(reader), type=Call)
-        task = asyncio.create_task(_answer(opened, call, threads, answers))
-        running.add(task)
-        task.add_done_callback(running.discard)
+        if call.method == CANCEL:
+            if call.number in running:
+                running[call.number].cancel()
+            continue
+        running[call.number] = task = asyncio.create_task(_answer(opened, call, threads, answers))
+        task.add_done_callback(lambda _, number=call.number: running.pop(number))
 
 
 def _open(program: Program) -> Any:

@@ -21,7 +21,7 @@ import msgspec
 
 from headway.broker.errors import ConfigError, UserCodeError
 
-from .host import LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
+from .host import CANCEL, LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
 
 MOST_OUTPUT_BYTES, OUTPUT_S = 1 << 20, 60.0
 """The most bytes that a process may print into the log of its caller, in so many seconds."""
@@ -93,6 +93,9 @@ class HostProcess:
         except TimeoutError:
             await self.lose(f"ran past its deadline of {deadline_s:g} s")
             raise HostLostError(self._end) from None
+        except asyncio.CancelledError:
+            self._cancel(number)
+            raise
         finally:
             self._waiting.pop(number, None)
         if answer.raised is not None:
@@ -166,6 +169,12 @@ class HostProcess:
                 ending = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 return f"ended its process with {ending}"
         return "closed its process's channel"
+
+    def _cancel(self, number: int) -> None:
+        """Have the process cancel a call, whose answer nobody waits for."""
+        assert self._process.stdin is not None
+        if not self._end and not self._process.stdin.is_closing():
+            self._process.stdin.write(frame(Call(number, CANCEL, [])))
 
     async def _send(self, call: Call) -> None:
         with suppress(ConnectionError):  # the process has ended, which the listener will notice
@@ -263,15 +272,17 @@ class HostPool:
         what starting it raises."""
         self._warming = asyncio.gather(*(host.start() for host in self._shared), return_exceptions=True)
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float) -> Any:
-        """Returns the result of a method that is called at most twice. Raises UserCodeError, which says how the second
-        call ended."""
+    async def call(self, method: str, *arguments: Any, deadline_s: float, repeats_errors: bool = True) -> Any:
+        """Returns the result of a method that is called at most twice: again where its process was lost, and with
+        `repeats_errors` where it raised. Raises UserCodeError, which says how the last call ended."""
         host = min(self._shared, key=lambda host: host.calls)
         try:
             return await host.call(method, list(arguments), deadline_s)
         except RefusedError:
             raise
         except UserCodeError as error:
+            if not repeats_errors and not isinstance(error, HostLostError):
+                raise
             log.warning(
                 "%s: a call, or another one beside it, %s; it is made once more, alone", self._program.name, error
             )

@@ -212,6 +212,7 @@ def check_code(recipe: Recipe) -> None:
     for key, kind in (
         ("prompts.kind", recipe.prompts.kind),
         ("environment.kind", recipe.environment.kind),
+        ("agent.kind", recipe.agent.kind),
         ("algorithm.advantage.kind", algorithm.advantage.kind),
         ("algorithm.objective.kind", algorithm.objective.kind),
         *((f"algorithm.corrections[{n}].kind", correction.kind) for n, correction in enumerate(algorithm.corrections)),

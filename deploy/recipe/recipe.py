@@ -26,6 +26,7 @@ from headway.learner.config import (
     StageConfig,
 )
 from headway.rollout_workers.config import (
+    AgentConfig,
     EngineConfig,
     EnvironmentConfig,
     EvalConfig,
@@ -171,6 +172,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[RewardConfig, ...], Meta(description="reward functions; their weighted sum is optimized")
     ] = ()
     environment: EnvironmentConfig = EnvironmentConfig()
+    agent: AgentConfig = AgentConfig()
     teacher: TeacherConfig = TeacherConfig()
     scorers: ScorersConfig = ScorersConfig()
     model: ModelConfig = ModelConfig()

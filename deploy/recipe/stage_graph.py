@@ -183,5 +183,5 @@ def _missing_prompts(recipe: Recipe) -> Iterator[str]:
     who = "workers generate from" if recipe.has_learner else "until_pass_rate measures" if is_gated else ""
     if who and not recipe.has_prompts:
         yield f"there are no prompts, which {who}. Add prompts: {{kind: jsonl, path: FILE}}, or another kind."
-    if (who or recipe.has_prompts) and not recipe.rewards:
+    if (who or recipe.has_prompts) and not recipe.rewards and not recipe.agent.kind:
         yield "there are no rewards, which score responses to prompts. Add rewards: [{kind: math_verify}], or another."

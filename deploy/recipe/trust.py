@@ -108,6 +108,7 @@ def _refused_of_scorers(recipe: Recipe) -> list[str]:
 def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (key, import path) of all that a worker imports."""
     named = [("engine.kind", recipe.engine.kind), ("environment.kind", recipe.environment.kind)]
+    named.append(("agent.kind", recipe.agent.kind))
     named.append(("weights.transport", recipe.weights.transport))
     named += [(f"rewards[{index}].kind", reward.kind) for index, reward in enumerate(recipe.rewards)]
     return ((key, path) for key, path in named if ":" in path)

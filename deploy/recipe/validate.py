@@ -82,7 +82,8 @@ _SHARED = {
         "run.seed prompts.epochs sampling.seed workers.max_restarts workers.engine_errors workers.segment_tokens"
         " evaluation.every_steps optimizer.warmup_steps learner.steps checkpoint.every_steps"
     ),
-    _DEADLINE: "prompts.deadline_s rewards.deadline_s environment.deadline_s teacher.deadline_s",
+    _DEADLINE: "prompts.deadline_s rewards.deadline_s environment.deadline_s teacher.deadline_s"
+    " agent.turn_s agent.tool_s agent.episode_s",
     _FACTOR: (
         "rewards.weight rewards.mean rewards.clip evaluation.pass_reward algorithm.kl.coefficient"
         " algorithm.entropy_coefficient algorithm.distillation.coefficient algorithm.critic.clip"
@@ -393,6 +394,22 @@ def _unmeasured_checkpoints(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _impossible_agents(recipe: Recipe) -> Iterator[str]:
+    """Yield what does not fit an agent, whose episodes are trees of turns."""
+    if not recipe.agent.kind:
+        return
+    agent = f"agent.kind={recipe.agent.kind}"
+    if recipe.environment.kind != "single_turn":
+        yield (
+            f"environment.kind={recipe.environment.kind} answers turns, and so does {agent}. Keep one of them: an agent"
+            " may wrap an environment."
+        )
+    if recipe.algorithm.router_replay:
+        yield f"algorithm.router_replay=true replays one chain of tokens, and {agent} may branch. Set it to false."
+    if recipe.teacher.path:
+        yield f"teacher.path has a teacher score one chain of tokens, and {agent} may branch. Leave it out."
+
+
 def _impossible_waits(recipe: Recipe) -> Iterator[str]:
     if 2 * recipe.workers.heartbeat_s > recipe.broker.lease_ttl_s:
         yield (
@@ -404,6 +421,8 @@ def _impossible_waits(recipe: Recipe) -> Iterator[str]:
         *deadlines,
         ("environment.deadline_s", recipe.environment.deadline_s),
         ("teacher.deadline_s", recipe.teacher.deadline_s),
+        ("agent.turn_s", recipe.agent.turn_s if recipe.agent.kind else 0.0),
+        ("agent.tool_s", recipe.agent.tool_s if recipe.agent.kind else 0.0),
     ):
         if 2 * deadline_s > recipe.broker.lease_hold_s:
             yield (
@@ -443,6 +462,7 @@ CONTRADICTIONS: tuple[Callable[[Recipe], Iterator[str]], ...] = (
     impossible_turns,
     _useless_archives,
     _idle_skips,
+    _impossible_agents,
     _impossible_evaluations,
     impossible_ray_roles,
     _unmeasured_checkpoints,

@@ -45,10 +45,10 @@ class Evaluator:
 
         from headway.rollout_workers.decoding import load_decoding
         from headway.rollout_workers.engines import open_engine
-        from headway.rollout_workers.environments import open_environment
         from headway.rollout_workers.model_download import write_model
-        from headway.rollout_workers.rewards import open_reward
+        from headway.rollout_workers.rewards import ZeroReward, open_reward
 
+        from .player import open_player
         from .trained_model import own_decoding
 
         disable_progress_bar()
@@ -71,8 +71,12 @@ class Evaluator:
             self._runner.run(self._engine.sleep())
         self._broker = self._runner.run(open_broker(url, recipe.run.name)) if url and scorers_of(recipe) else None
         open_scorer = local_scorers(recipe) if self._broker is None else scorer_clients(self._broker)
-        self._scorer = self._runner.run(open_reward(recipe.rewards, roots_of(recipe), open_scorer))
-        self._environment = self._runner.run(open_environment(recipe.environment, roots_of(recipe)))
+        self._scorer = (
+            self._runner.run(open_reward(recipe.rewards, roots_of(recipe), open_scorer))
+            if recipe.rewards
+            else ZeroReward()
+        )
+        self._player = self._runner.run(open_player(recipe, self._scorer, self._decoding, model_dir, roots_of(recipe)))
 
     def measure(
         self, tensors: Iterable[tuple[str, "torch.Tensor"]] | None = None, prompts: int | None = None
@@ -106,11 +110,10 @@ class Evaluator:
         result = await evaluate(
             self._engine,
             prompts,
-            self._scorer,
+            self._player,
             self._decoding,
             evaluation_sampling(self._recipe.sampling, self._recipe.evaluation),
             self._recipe.evaluation.pass_reward,
-            self._environment,
             samples=self._recipe.evaluation.samples,
         )
         if tensors is not None:  # the next measurement brings its own weights
@@ -119,8 +122,7 @@ class Evaluator:
 
     async def _close(self) -> None:
         await self._engine.close()
-        await self._environment.close()
-        await self._scorer.close()
+        await self._player.close()
         if self._broker is not None:
             await self._broker.close()
 

@@ -161,6 +161,7 @@ def _workers_part(stored: bytes) -> tuple[Any, ...]:
     return (
         *parts,
         recipe.environment,
+        recipe.agent,
         recipe.teacher,
         recipe.algorithm.distillation.candidates,
         recipe.weights,
@@ -200,13 +201,13 @@ async def _work(
 ) -> None:
     from headway.deploy.observe.tracing import open_sample_traces
     from headway.rollout_workers.decoding import load_decoding
-    from headway.rollout_workers.environments import open_environment
     from headway.rollout_workers.model_download import fetch_model
     from headway.rollout_workers.samples.leased_samples import WorkerContext
     from headway.rollout_workers.weight_updates.engine_turns import keep_awake
     from headway.rollout_workers.worker import Worker
     from headway.weightsync.subscriber import Subscriber
 
+    from .player import open_player
     from .scorer import open_teacher
 
     fetched = await unless_drained(fetch_model(broker, private), drain)
@@ -224,11 +225,12 @@ async def _work(
     gc.freeze()  # an engine's packages keep millions of objects for good, which would be examined ten times a second
     with ExitStack() as traced:
         async with closing_parts(engine) as opened:
+            decoding = load_decoding(model, fetched.end_tokens, recipe.sampling.keep_special_tokens)
             context = WorkerContext(
                 worker=worker,
                 engine_kind=recipe.engine.kind,
                 lease_ttl_s=recipe.broker.lease_ttl_s,
-                decoding=load_decoding(model, fetched.end_tokens, recipe.sampling.keep_special_tokens),
+                decoding=decoding,
                 sampling=recipe.sampling,
                 config=recipe.workers,
                 weights=recipe.weights,
@@ -238,13 +240,13 @@ async def _work(
                 under_way=_under_way(recipe),
                 tracer=traced.enter_context(open_sample_traces(recipe.run.name, worker)),
             )
+            reward = closed_by(opened, await _open_reward(broker, recipe, worker, roots))
             rollout = Worker(
                 context,
                 broker=broker,
                 engine=engine,
                 subscriber=closed_by(opened, Subscriber(broker, worker, recipe.weights, roots, _model_here(recipe))),
-                reward=closed_by(opened, await _open_reward(broker, recipe, worker, roots)),
-                environment=closed_by(opened, await open_environment(recipe.environment, roots)),
+                player=closed_by(opened, await open_player(recipe, reward, decoding, model, roots)),
                 teacher=closed_by(opened, open_teacher(broker, recipe, worker)),
                 on_unhealthy=_end_soon,
                 exit_step_s=exit_step_s,

@@ -14,7 +14,17 @@ from typing import Any
 
 import msgspec
 
+from headway.broker.errors import HeadwayError
+
 from .conversation import Message, Tool, ToolCall
+
+
+class AgentCallError(HeadwayError):
+    """A call of the model asks for what cannot be honoured."""
+
+
+class EpisodeOverError(HeadwayError):
+    """The episode takes no more calls: it has ended, or another worker plays it now."""
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):

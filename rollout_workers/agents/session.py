@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from headway.broker.errors import HeadwayError
 from headway.broker.schema import AgentCall
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.samples.episode import PlayedSample
-from headway.rollout_workers.samples.generation import EngineFailedError
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
@@ -78,8 +78,8 @@ class EpisodeSession:
         """Calls by what became of them, forks, and tokens that were computed for forks alone."""
         self.waited_s = 0.0
         """Seconds in which the agent asked nothing: its tools worked, or itself."""
-        self.failure: Exception | None = None
-        """Why the episode cannot go on, of the engine's side."""
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises why the episode cannot go on, of the engine's side; never done where it can."""
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
@@ -171,7 +171,7 @@ class EpisodeSession:
 
     def _joined(self, call: ChatCall) -> _Running:
         """Return the same call as it runs, where this one repeats it, else begin to sample an answer."""
-        running = self._running.setdefault(call.digest, [])
+        running = self._running.get(call.digest, [])
         is_named = call.is_retry or bool(call.key)
         for one in running:
             if not one.waiting or call.key in one.keys or (is_named and not call.key):
@@ -179,19 +179,21 @@ class EpisodeSession:
                 return one
         waited_s = self._begin()
         made = _Running(asyncio.create_task(self._sampled(call, waited_s)), {call.key} - {""})
-        running.append(made)
+        self._running.setdefault(call.digest, []).append(made)
         made.task.add_done_callback(lambda _: self._ended(call.digest, made))
         return made
 
     def _begin(self) -> float:
         """Note a call. Returns the seconds since the answer before, if no other call runs."""
-        waited_s = 0.0 if any(self._running.values()) else time.monotonic() - self._idle_since
+        waited_s = 0.0 if self._running else time.monotonic() - self._idle_since
         self.waited_s += waited_s
         self._has_begun = True
         return waited_s
 
     def _ended(self, digest: str, running: _Running) -> None:
         self._running[digest].remove(running)
+        if not self._running[digest]:
+            del self._running[digest]
         self._idle_since = time.monotonic()
 
     def _find(self, answer: ChatAnswer) -> _Recorded:
@@ -247,10 +249,17 @@ class EpisodeSession:
         except TimeoutError:
             self.counts["turn_timeouts"] += 1
             raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
-        except EngineFailedError as error:
-            self.failure = error
-            self.end()
+        except (CallRefusedError, SessionEndedError):
+            raise
+        except HeadwayError as error:
+            self._fail(error)
             raise SessionEndedError("the engine failed; the episode goes on elsewhere") from error
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
+            self.failure.exception()  # whoever plays the episode may be gone
+        self.end()
 
     async def _turn(self, call: ChatCall, waited_s: float, began_s: float) -> ChatAnswer:
         context = await self._context(call)

@@ -68,7 +68,8 @@ class EpisodeRecorder(Recorder):
 
     def row(self, number: int) -> list[int]:
         """Return all tokens up to the end of a turn: its context and its answer; -1: the prompt."""
-        return self._rows.tokens(number).tolist()
+        row: list[int] = self._rows.tokens(number).tolist()
+        return row
 
     def longest_beginning(self, context: Sequence[int]) -> tuple[int, int]:
         """Return the turn whose row shares most tokens with the beginning of `context`, and how many they are; -1: the

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Lease, Prompt, Segment, Trajectory
+from headway.broker.wire.rows import is_of_agent
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.engines.base import GenerationRequest
 from headway.rollout_workers.environments import Environment, Episode
@@ -116,16 +117,18 @@ class Player(Protocol):
 
     most_at_once: int
     """Samples that a worker holds at most for each place in its engine."""
-    resumes: bool
-    """Whether a sample can go on after the turns that another worker recorded; else it begins anew."""
 
     @property
     def outside(self) -> int:
         """The samples under way that have a turn behind them and ask nothing of the engine now, as their tools work."""
         ...
 
-    def recorder(self, segments: Sequence[Segment] = (), *, prompt_length: int | None = None) -> Recorder:
-        """Return the recorder of a sample, as `Recorder` takes its arguments."""
+    def resumes(self, segments: Sequence[Segment]) -> bool:
+        """Return whether a sample can go on after what another worker recorded; else it begins anew."""
+        ...
+
+    def recorder(self, prompt: Prompt, segments: Sequence[Segment] = (), *, records_experts: bool = False) -> Recorder:
+        """Return the recorder of a sample, which has the segments. Raises MissingExpertsError."""
         ...
 
     async def play(self, sample: PlayedSample, trace: SampleTrace = NO_TRACER) -> ScoredTurn | None:
@@ -149,7 +152,6 @@ class Episodes:
 
     most_at_once = 2
     """So that slow rewards cannot pile up samples."""
-    resumes = True
     outside = 0
 
     def __init__(self, environment: Environment, reward: Reward, decoding: Decoding) -> None:
@@ -164,9 +166,13 @@ class Episodes:
             failure="said what the model cannot read",
         )
 
-    def recorder(self, segments: Sequence[Segment] = (), *, prompt_length: int | None = None) -> Recorder:
+    def resumes(self, segments: Sequence[Segment]) -> bool:
         """See Player."""
-        return Recorder(segments, prompt_length=prompt_length)
+        return not any(is_of_agent(segment.turns) for segment in segments)
+
+    def recorder(self, prompt: Prompt, segments: Sequence[Segment] = (), *, records_experts: bool = False) -> Recorder:
+        """See Player."""
+        return Recorder(segments, prompt_length=len(prompt.token_ids) if records_experts else None)
 
     async def play(self, sample: PlayedSample, trace: SampleTrace = NO_TRACER) -> ScoredTurn | None:
         """See Player."""

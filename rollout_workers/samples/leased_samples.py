@@ -256,7 +256,7 @@ class LeasedSamples:
         leases: Leases,
         held: HeldLeases,
         engine: MonitoredEngine,
-        episodes: Player,
+        player: Player,
         teacher: TeacherClient | None,
         submissions: WorkerSubmissions,
         outages: Outages,
@@ -270,7 +270,7 @@ class LeasedSamples:
         self._leases = leases
         self._held = held
         self._engine = engine
-        self._episodes = episodes
+        self._player = player
         self._teacher = teacher
         self._submissions = submissions
         self._outages = outages
@@ -281,12 +281,17 @@ class LeasedSamples:
 
     def begin(self, lease: Lease, create_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Hold the lease, and begin its sample."""
-        prompt_length = len(lease.prompt.token_ids) if self._context.records_experts else None
-        recorder = self._episodes.recorder(lease.segments, prompt_length=prompt_length)
+        begins_anew = bool(lease.segments) and not self._player.resumes(lease.segments)
+        if begins_anew:
+            lease = msgspec.structs.replace(lease, segments=())
+        recorder = self._player.recorder(lease.prompt, lease.segments, records_experts=self._context.records_experts)
         segments = SegmentLog(lease, recorder, self._append, self._context.config)
-        self._held.hold(lease, segments, create_task(self._sample(lease, recorder, segments)))
+        self._held.hold(lease, segments, create_task(self._sample(lease, recorder, segments, begins_anew)))
 
-    async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
+    async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog, begins_anew: bool) -> None:
+        if begins_anew:
+            log.info("%s begins anew: it cannot go on after what was recorded", lease.tid)
+            await self._outages.retry_until_available(lambda: self._leases.begin_anew(lease))
         with self._context.tracer.sample(lease, recorder) as trace:
             try:
                 scored = await self._scored_turn(lease, recorder, segments, trace)
@@ -313,7 +318,7 @@ class LeasedSamples:
             self._mark_generated(lease)
         # Tokens of weights that fail their verification later must not reach the learner.
         await self._reach(recorder.newest_version)
-        return scored or await self._episodes.score_turn(lease.prompt, recorder, 0, trace)
+        return scored or await self._player.score_turn(lease.prompt, recorder, 0, trace)
 
     def _mark_generated(self, lease: Lease) -> None:
         """Note that the engine has room already, before this sample is scored and submitted."""
@@ -339,7 +344,7 @@ class LeasedSamples:
             max_model_len=self._engine.max_model_len,
             keep=segments.keep_all,
         )
-        return await self._episodes.play(sample, trace)
+        return await self._player.play(sample, trace)
 
     async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:
         """Append a segment. Returns None while the broker is away: generation goes on, and a later segment has the

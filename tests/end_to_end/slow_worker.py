@@ -11,7 +11,9 @@ from headway.broker.schema.weights import Probe, WeightManifest
 from headway.rollout_workers.config import SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest, NamedTensors
+from headway.rollout_workers.environments import SingleTurn
 from headway.rollout_workers.rewards.base import Score
+from headway.rollout_workers.samples.episode import Episodes
 from headway.rollout_workers.samples.leased_samples import WorkerContext
 from headway.rollout_workers.worker import Worker
 from headway.weightsync.config import WeightsConfig
@@ -116,7 +118,7 @@ async def work(url: str, run: str, name: str, base: int, capacity: int) -> None:
         broker=broker,
         engine=engine,
         subscriber=OneVersion(),
-        reward=OneReward(),
+        player=Episodes(SingleTurn(), OneReward(), context.decoding),
     )
     await worker.run()
     await broker.close()

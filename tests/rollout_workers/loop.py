@@ -17,7 +17,9 @@ from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingCon
 from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import NamedTensors
+from headway.rollout_workers.environments import SingleTurn
 from headway.rollout_workers.rewards.base import Score
+from headway.rollout_workers.samples.episode import Episodes
 from headway.rollout_workers.samples.leased_samples import WorkerContext
 from headway.rollout_workers.samples.teacher_client import TeacherClient
 from headway.rollout_workers.worker import EXIT_STEP_S, Worker
@@ -223,6 +225,7 @@ def make_worker(
     name: str = "worker-1",
     reward: Any = None,
     environment: Any = None,
+    player: Any = None,
     max_new_tokens: int = 16,
     lease_ttl_s: float = 1000.0,
     heartbeat_s: float = 0.05,
@@ -260,8 +263,7 @@ def make_worker(
         broker=broker,
         engine=engine,
         subscriber=subscriber,
-        reward=reward or OneReward(),
-        environment=environment,
+        player=player or Episodes(environment or SingleTurn(), reward or OneReward(), decoding(stop_token_ids)),
         teacher=teacher,
         on_unhealthy=on_unhealthy,
         exit_step_s=exit_step_s,

@@ -13,7 +13,7 @@ from headway.broker.client.broker import Broker
 from headway.broker.schema import Trajectory, WeightVersion
 from headway.rollout_workers.config import SamplingConfig
 from headway.rollout_workers.engines.base import Chunk
-from headway.rollout_workers.environments import Episode, Step
+from headway.rollout_workers.environments import Episode, SingleTurn, Step
 from headway.rollout_workers.evaluation import evaluate
 from headway.rollout_workers.rewards.base import RewardError, UnscoredError
 from headway.rollout_workers.samples.episode import Episodes
@@ -160,12 +160,14 @@ async def test_an_evaluation_plays_whole_episodes(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     await hold(engine, make_model("dense", 0))
     sampling = SamplingConfig(max_new_tokens=60)
-    alone = await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0)
-    played = await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0, AsksOn())
+    single = Episodes(SingleTurn(), OneReward(), decoding(STOPS))
+    several = Episodes(AsksOn(), OneReward(), decoding(STOPS))
+    alone = await evaluate(engine, prompts(4), single, decoding(STOPS), sampling, 1.0)
+    played = await evaluate(engine, prompts(4), several, decoding(STOPS), sampling, 1.0)
     assert (alone.reward_mean, alone.pass_rate) == (1.0, 1.0)
     assert played.response_tokens_mean > alone.response_tokens_mean
     assert played.reward_mean >= 0.5, "the sum over at least two turns"
-    assert played == await evaluate(engine, prompts(4), OneReward(), decoding(STOPS), sampling, 1.0, AsksOn())
+    assert played == await evaluate(engine, prompts(4), several, decoding(STOPS), sampling, 1.0)
     await engine.close()
 
 

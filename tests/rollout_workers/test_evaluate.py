@@ -12,8 +12,10 @@ from headway.rollout_workers.config import EngineConfig, EvalConfig, SamplingCon
 from headway.rollout_workers.decoding import Decoding
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
+from headway.rollout_workers.environments import SingleTurn
 from headway.rollout_workers.evaluation import EvalResult, evaluate, evaluation_sampling, summarize
 from headway.rollout_workers.rewards.base import RewardError, Score
+from headway.rollout_workers.samples.episode import Episodes
 
 from .models import STOP, make_model, named_tensors, save_config
 
@@ -82,7 +84,9 @@ async def engine(tmp_path: Path) -> AsyncIterator[CountingEngine]:
 
 
 async def run(engine: CountingEngine, reward: LengthReward, pass_reward: float = 1.0) -> EvalResult:
-    return await evaluate(engine, PROMPTS, reward, Decoding(decode, (STOP,)), SAMPLING, pass_reward)
+    decoding = Decoding(decode, (STOP,))
+    player = Episodes(SingleTurn(), reward, decoding)
+    return await evaluate(engine, PROMPTS, player, decoding, SAMPLING, pass_reward)
 
 
 async def test_means_are_those_of_what_was_sampled(engine: CountingEngine) -> None:
@@ -117,7 +121,9 @@ async def test_a_failing_reward_ends_it_and_leaves_no_request_behind(engine: Cou
 
 
 async def test_no_prompts_give_zeros(engine: CountingEngine) -> None:
-    empty = await evaluate(engine, [], LengthReward(), Decoding(decode, (STOP,)), SAMPLING, 1.0)
+    decoding = Decoding(decode, (STOP,))
+    player = Episodes(SingleTurn(), LengthReward(), decoding)
+    empty = await evaluate(engine, [], player, decoding, SAMPLING, 1.0)
     assert empty == EvalResult(pass_rate=0.0, reward_mean=0.0, response_tokens_mean=0.0, prompts=0)
 
 
@@ -140,6 +146,7 @@ async def test_samples_of_one_prompt_differ_unless_they_are_greedy(engine: Count
         reward = LengthReward()
         sampling = evaluation_sampling(SAMPLING, EvalConfig(temperature=temperature))
         decoding = Decoding(decode, (STOP,))
-        result = await evaluate(engine, PROMPTS[:1], reward, decoding, sampling, 1.0, samples=8)
+        player = Episodes(SingleTurn(), reward, decoding)
+        result = await evaluate(engine, PROMPTS[:1], player, decoding, sampling, 1.0, samples=8)
         assert (result.prompts, result.samples) == (1, 8)
         assert (len(set(reward.responses)) > 1) == differ

@@ -19,7 +19,7 @@ from headway.rollout_workers import worker as worker_module
 from headway.rollout_workers.engines.base import Chunk, Engine, GenerationRequest
 from headway.rollout_workers.model_download import ModelFilesError, fetch_model, write_model
 from headway.rollout_workers.rewards.base import RewardError, Score, UnscoredError
-from headway.rollout_workers.worker import MOST_UNSUBMITTED
+from headway.rollout_workers.samples.episode import Episodes
 
 from .loop import CAPACITY, GROUP_SIZE, LONG, Deliveries, Learner, OneReward, make_engine, make_worker, running, until
 
@@ -45,7 +45,7 @@ async def take_all(learner: Learner, worker: Deliveries) -> list[Group]:
 async def test_the_engine_goes_on_while_samples_are_scored_up_to_a_bound(
     brokers: tuple[Broker, Broker], tmp_path: Path
 ) -> None:
-    release, started, most = asyncio.Event(), list[str](), MOST_UNSUBMITTED * CAPACITY
+    release, started, most = asyncio.Event(), list[str](), Episodes.most_at_once * CAPACITY
     full = asyncio.Event()
 
     class HeldReward(OneReward):
@@ -93,7 +93,7 @@ async def test_every_sample_is_generated_once_and_leases_stay_bounded(
         watching.cancel()
     tids = [t.tid for group in groups for t in group.trajectories]
     assert len(set(tids)) == len(tids) == 20 * GROUP_SIZE
-    assert CAPACITY <= max(leased) <= MOST_UNSUBMITTED * CAPACITY
+    assert CAPACITY <= max(leased) <= Episodes.most_at_once * CAPACITY
     assert worker.info().submitted == len(tids)
     assert worker.info().generated_tokens == 16 * len(tids)
     trajectory = groups[0].trajectories[0]

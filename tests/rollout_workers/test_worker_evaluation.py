@@ -9,8 +9,10 @@ from headway.broker.client.broker import Broker
 from headway.broker.client.evaluations import EvaluationProgress
 from headway.broker.schema import Prompt, WeightVersion
 from headway.rollout_workers.config import EvalConfig, SamplingConfig
+from headway.rollout_workers.environments import SingleTurn
 from headway.rollout_workers.evaluation import EvalResult, evaluate, evaluation_sampling, summarize
 from headway.rollout_workers.rewards.base import Score, UnscoredError
+from headway.rollout_workers.samples.episode import Episodes
 
 from .loop import LONG, LONGER, Deliveries, Learner, decoding, make_engine, make_worker, running, until
 from .models import named_tensors
@@ -59,7 +61,13 @@ async def measured_alone(directory: Path, learner: Learner, version: WeightVersi
     await engine.swap_weights(version, named_tensors(learner.models[version]))
     sampling = evaluation_sampling(SamplingConfig(max_new_tokens=16), config)
     result = await evaluate(
-        engine, HELD_OUT, ParityReward(), decoding(()), sampling, config.pass_reward, samples=config.samples
+        engine,
+        HELD_OUT,
+        Episodes(SingleTurn(), ParityReward(), decoding(())),
+        decoding(()),
+        sampling,
+        config.pass_reward,
+        samples=config.samples,
     )
     await engine.close()
     return result

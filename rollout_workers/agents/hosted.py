@@ -1,0 +1,118 @@
+"""Agents in host processes: `HostedAgent` runs there, `AgentHosts` in the worker calls it.
+
+An agent's code is the user's: it runs in processes that can be killed, each episode under a deadline, and its calls of
+the model come back to the worker's endpoint. A cancelled episode cancels its agent, which frees what it holds.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headway.broker.user_code.host import Program
+from headway.broker.user_code.import_paths import ImportRoots
+from headway.broker.user_code.pool import HostPool
+from headway.rollout_workers.config import AgentConfig
+from headway.rollout_workers.rewards.functions import measures, number
+
+from .client import EndpointClient
+from .episode import Episode, Task
+
+EPISODES = 1024
+"""Episodes that one process plays at once."""
+
+Played = tuple[float | None, dict[str, float], list[str]]
+"""What an agent returned: its reward, its measures, and the names of those that are left out."""
+
+
+class AgentHosts:
+    """Runs agents in processes of this worker."""
+
+    def __init__(self, pool: HostPool, resume: str) -> None:
+        self._pool = pool
+        self.resume = resume
+        """replay or restart, as `kinds.base.Agent` says it."""
+
+    @classmethod
+    async def open(cls, config: AgentConfig, roots: ImportRoots) -> "AgentHosts":
+        """Start the processes. Raises ConfigError for an agent that cannot be opened, UserCodeError where opening it
+        hangs or ends its process."""
+        if ":" in config.kind:
+            roots.check(config.kind, "agent.kind")
+        arguments = {
+            "kind": config.kind,
+            "options": dict(config.options),
+            "tool_s": config.tool_s,
+            "named": roots.named,
+            "directory": str(roots.directory),
+        }
+        program = Program(
+            name=f"agent {config.kind}",
+            factory=f"{__name__}:HostedAgent",
+            arguments=arguments,
+            import_path=str(roots.directory),
+        )
+        pool = HostPool(program, processes=config.processes)
+        try:
+            await pool.open()
+            resume = await pool.call("resume", deadline_s=config.episode_s)
+        except BaseException:
+            await pool.close()
+            raise
+        return cls(pool, resume)
+
+    async def play(self, task: Task, base_url: str, api_key: str, *, deadline_s: float) -> Played:
+        """Play an episode. One whose process was lost is played once more: its calls get the recorded answers.
+
+        Raises UserCodeError where the agent raises, returns no reward, or twice ends its process or passes the
+        deadline."""
+        asked = msgspec.to_builtins(task), base_url, api_key
+        played = await self._pool.call("play", *asked, deadline_s=deadline_s, repeats_errors=False)
+        return msgspec.convert(played, Played)
+
+    async def close(self) -> None:
+        """Kill the processes."""
+        await self._pool.close()
+
+
+class HostedAgent:
+    """The agent in its process."""
+
+    places = EPISODES
+
+    def __init__(self, kind: str, options: dict[str, Any], tool_s: float, named: list[str], directory: str) -> None:
+        from .kinds import open_agent
+
+        self._agent = open_agent(kind, options, ImportRoots(tuple(named), Path(directory)), tool_s=tool_s)
+        self._client = EndpointClient()
+
+    def resume(self) -> str:
+        """Return how an interrupted episode goes on."""
+        return self._agent.resume
+
+    async def play(self, task: Any, base_url: str, api_key: str) -> Any:
+        """Play one episode, and return its `Played` as plain data."""
+        episode = Episode(f"{base_url}/v1", api_key, partial(self._client.post, base_url))
+        outcome = await self._agent.rollout(episode, msgspec.convert(task, Task))
+        return _played(outcome)
+
+
+def _played(outcome: Any) -> Any:
+    """Return what an agent returned as plain data. Raises TypeError or ValueError for what is no outcome."""
+    if outcome is None:
+        return None, {}, []
+    if not isinstance(outcome, Mapping):
+        return _reward(outcome), {}, []
+    reward = None if outcome.get("reward") is None else _reward(outcome["reward"])
+    kept, left_out = measures({str(name): value for name, value in outcome.items() if name != "reward"})
+    return reward, kept, left_out
+
+
+def _reward(value: Any) -> float:
+    reward = number(value)
+    if reward is None or not math.isfinite(reward):
+        raise TypeError(f"rollout returned {value!r:.200}, which is no reward: a finite number, a mapping, or None")
+    return reward

@@ -1,0 +1,232 @@
+"""Plays samples by an agent: a `samples.episode.Player`. It serves the endpoint that the agents of its worker call."""
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from headway.broker.errors import UserCodeError
+from headway.broker.schema import Prompt, Segment
+from headway.broker.user_code.import_paths import ImportRoots
+from headway.broker.wire.rows import is_of_agent
+from headway.rollout_workers.config import AgentConfig
+from headway.rollout_workers.decoding import Decoding
+from headway.rollout_workers.rewards.base import CallFailures, DroppedMeasures, Reward
+from headway.rollout_workers.rewards.built_in import ZeroReward
+from headway.rollout_workers.samples.episode import NO_TRACER, PlayedSample, SampleTrace, ScoredTurn
+from headway.rollout_workers.samples.recorder import Recorder
+
+from .calls import Session, SessionEndedError
+from .conversation import ChatFormat
+from .endpoint import Endpoint
+from .episode import Task
+from .formats import open_format
+from .hosted import AgentHosts, Played
+from .session import EpisodeSession
+from .tree import EpisodeRecorder
+
+log = logging.getLogger(__name__)
+
+
+class AgentPlayer:
+    """Has agents play samples, each in a session of its own."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        hosts: AgentHosts,
+        endpoint: Endpoint,
+        sessions: "OpenSessions",
+        reward: Reward,
+        chat_format: ChatFormat,
+        decoding: Decoding,
+        *,
+        model: str,
+    ) -> None:
+        self.most_at_once = config.episodes_per_place
+        self._config = config
+        self._hosts = hosts
+        self._endpoint = endpoint
+        self._sessions = sessions
+        self._reward = reward
+        self._format = chat_format
+        self._decoding = decoding
+        self._model = model
+        self._dropped = DroppedMeasures(f"agent {config.kind}")
+        self._failures = CallFailures(
+            f"agent {config.kind}",
+            "Mend the agent, or set agent.on_failure=zero to train failed episodes with a reward of 0.",
+            config.episode_s,
+            failure="failed",
+        )
+
+    @classmethod
+    async def open(
+        cls,
+        config: AgentConfig,
+        reward: Reward,
+        decoding: Decoding,
+        *,
+        model: Path,
+        name: str,
+        roots: ImportRoots | None = None,
+    ) -> "AgentPlayer":
+        """Open the agent, its chat format and the endpoint. `model`: the directory of the model's tokenizer; `name`:
+        what the endpoint calls the model. Raises ConfigError, UserCodeError."""
+        chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, config.format.options)
+        sessions = OpenSessions()
+        endpoint = await Endpoint.start(sessions, host=config.host, port=config.port)
+        try:
+            hosts = await AgentHosts.open(config, roots or ImportRoots())
+        except BaseException:
+            await endpoint.close()
+            raise
+        return cls(config, hosts, endpoint, sessions, reward, chat_format, decoding, model=name)
+
+    @property
+    def outside(self) -> int:
+        """See Player."""
+        return sum(session.is_outside for session in self._sessions.open.values())
+
+    def resumes(self, segments: Sequence[Segment]) -> bool:
+        """See Player."""
+        return self._hosts.resume == "replay" and all(is_of_agent(segment.turns) for segment in segments)
+
+    def recorder(self, prompt: Prompt, segments: Sequence[Segment] = (), *, records_experts: bool = False) -> Recorder:
+        """See Player."""
+        return EpisodeRecorder(segments, prompt=prompt.token_ids)
+
+    async def play(self, sample: PlayedSample, trace: SampleTrace = NO_TRACER) -> ScoredTurn | None:
+        """See Player. Raises EngineFailedError where the engine fails at a call."""
+        recorder = sample.recorder
+        assert isinstance(recorder, EpisodeRecorder)
+        name, text_of = secrets.token_urlsafe(24), partial(_text_of, self._decoding)
+        session = EpisodeSession(sample, recorder, self._format, self._config, model=self._model, text_of=text_of)
+        self._sessions.open[name] = session
+        try:
+            with trace.generating():
+                reward, measures, reason = await self._played(sample, session, name)
+        finally:
+            session.settle()
+            del self._sessions.open[name]
+        with trace.scoring():
+            scored = await self._scored(sample.prompt, recorder, reward)
+        return ScoredTurn(scored.reward, scored.components | measures | _measures(session, recorder, reason), ())
+
+    async def score_turn(
+        self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = NO_TRACER
+    ) -> ScoredTurn:
+        """See Player: `play` leaves no turn to be scored."""
+        raise AssertionError("an agent's episode is scored when it is played")
+
+    async def close(self) -> None:
+        """See Player."""
+        for session in self._sessions.open.values():
+            session.end()
+        await self._endpoint.close()
+        await self._hosts.close()
+        await self._reward.close()
+
+    async def _played(
+        self, sample: PlayedSample, session: EpisodeSession, name: str
+    ) -> tuple[float | None, dict[str, float], str]:
+        """Return the agent's reward and measures, and the reason for which it failed, if it did and is to get 0."""
+        try:
+            reward, measures, left_out = await self._unless_failed(sample, session, name)
+        except UserCodeError as error:
+            failure = self._failures.note(sample.prompt, error)
+            if self._config.on_failure == "again" or not _has_turns(sample.recorder):
+                raise failure from error
+            log.warning("%s", failure)
+            return 0.0, {}, _reason(error)
+        if not _has_turns(sample.recorder):
+            raise self._failures.note(sample.prompt, UserCodeError("ended without a turn that could be trained"))
+        self._failures.note_success()
+        kept = self._dropped.note(measures, left_out)
+        return reward, {f"agent/{name}": value for name, value in kept.items()}, ""
+
+    async def _unless_failed(self, sample: PlayedSample, session: EpisodeSession, name: str) -> Played:
+        """Return what the agent returned. Raises the engine's failure at once, whatever the agent does."""
+        url, deadline_s = self._endpoint.url_of(name), self._config.episode_s
+        playing = asyncio.ensure_future(self._hosts.play(_task(sample), url, name, deadline_s=deadline_s))
+        try:
+            either: list[asyncio.Future[Any]] = [playing, session.failure]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if session.failure.done():
+                session.failure.result()
+            return await playing
+        finally:
+            playing.cancel()
+
+    async def _scored(self, prompt: Prompt, recorder: EpisodeRecorder, reward: float | None) -> ScoredTurn:
+        """Return the episode's reward beside its turns': the agent's, or, where it has none, that of the run's reward
+        functions for the last answer."""
+        if reward is not None:
+            return ScoredTurn(reward, {}, ())
+        if isinstance(self._reward, ZeroReward):
+            error = UserCodeError("returned no reward, and the recipe has no rewards that could score the answer")
+            raise self._failures.note(prompt, error)
+        last = recorder.newest_main()
+        assert last is not None
+        turn = recorder.turn(last)
+        text = self._format.parse(turn.token_ids, ()).content
+        score = await self._reward.score(prompt, text, turn.call.finish_reason, recorder.tokens)
+        return ScoredTurn(score.total, score.components, ())
+
+
+def _has_turns(recorder: Recorder) -> bool:
+    return isinstance(recorder, EpisodeRecorder) and recorder.newest_main() is not None
+
+
+class OpenSessions:
+    """The sessions under way, by their names: an implementation of `calls.Sessions`."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, EpisodeSession] = {}
+
+    def session(self, name: str) -> Session:
+        """See Sessions."""
+        if name not in self.open:
+            raise SessionEndedError("there is no such session; its episode has ended, or another worker plays it now")
+        return self.open[name]
+
+
+def _task(sample: PlayedSample) -> Task:
+    prompt = sample.prompt
+    return Task(
+        id=prompt.group,
+        text=prompt.text,
+        messages=prompt.messages or [{"role": "user", "content": prompt.text}],
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra_info=prompt.extra_info,
+        sample=sample.number,
+        seed=crc32(prompt.group.encode()),
+    )
+
+
+def _text_of(decoding: Decoding, token_ids: list[int]) -> str:
+    return decoding.decode(token_ids)
+
+
+def _reason(error: UserCodeError) -> str:
+    """Return a short word for why an agent failed."""
+    text = str(error)
+    if "deadline" in text:
+        return "timeout"
+    return "lost" if "ended its process" in text or "was closed" in text else "raised"
+
+
+def _measures(session: EpisodeSession, recorder: EpisodeRecorder, reason: str) -> dict[str, float]:
+    """Return what people read of an episode."""
+    counts: Counter[str] = session.counts
+    found = {f"agent/{name}": float(count) for name, count in counts.items() if count}
+    versions = len({span.version for span in recorder.spans})
+    found |= {"agent/turns": float(len(recorder.turns)), "agent/tool_s": session.waited_s}
+    found |= {"agent/versions": float(versions), "agent/failed": float(bool(reason))}
+    return found | ({f"agent/failed_{reason}": 1.0} if reason else {})

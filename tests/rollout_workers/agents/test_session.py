@@ -1,0 +1,307 @@
+"""A session's calls: tokens are never written anew, repeated calls get recorded answers, and what was not seen is not
+trained."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway.broker.errors import HeadwayError
+from headway.broker.schema import WeightVersion
+from headway.broker.wire.codec import decode_segment, decode_trajectory, encode_segment, encode_trajectory
+from headway.broker.wire.rows import rows_of
+from headway.rollout_workers.agents.calls import CallRefusedError, ChatCall, SessionEndedError
+from headway.rollout_workers.config import AgentConfig
+
+from .sessions import END, LEASE, Attempt, Engine, said, tokens, user
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def rows(attempt: Attempt) -> list[tuple[str, str]]:
+    """The rows that are trained, as text: (context, the rest)."""
+    attempt.session.settle()
+    trajectory = attempt.recorder.to_trajectory(LEASE, {}, 1.0, "w")
+    trajectory = decode_trajectory(encode_trajectory(trajectory))
+    found = []
+    for row in rows_of(trajectory):
+        text = "".join(map(chr, row.token_ids.tolist())).replace(chr(END), "$")
+        found.append((text[: row.context_length], text[row.context_length :]))
+    return found
+
+
+async def test_the_next_turn_goes_on_with_the_sampled_tokens() -> None:
+    engine = Engine("one", "two")
+    attempt = Attempt(engine)
+    first = user("hi")
+    answer = await attempt.session.chat(first)
+    assert (answer.message["content"], answer.finish_reason) == ("one", "stop")
+    assert answer.prompt_token_ids == tokens("<u>hi<a>")
+    second = await attempt.session.chat(
+        ChatCall(messages=said(first, answer.message, {"role": "user", "content": "?"}))
+    )
+    assert second.prompt_token_ids == [*answer.prompt_token_ids, *answer.token_ids, *tokens("<u>?<a>")]
+    assert engine.asked[1].prompt_tokens == second.prompt_token_ids
+    assert rows(attempt) == [("<u>hi<a>", "one$<u>?<a>two$")]
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        {"role": "assistant", "content": " one\n"},
+        {"role": "assistant", "content": [{"type": "text", "text": "one"}], "refusal": None},
+        {"role": "assistant", "content": "one", "reasoning_content": "dropped or added"},
+    ],
+)
+async def test_a_client_may_repeat_an_answer_in_its_own_words(echo: dict[str, Any]) -> None:
+    attempt = Attempt(Engine("one", "two"))
+    first = user("hi")
+    await attempt.session.chat(first)
+    await attempt.session.chat(ChatCall(messages=said(first, echo, {"role": "user", "content": "?"})))
+    assert rows(attempt) == [("<u>hi<a>", "one$<u>?<a>two$")]
+    assert attempt.session.counts["forks"] == 0
+
+
+async def test_a_rewritten_history_is_a_branch_of_what_it_says() -> None:
+    attempt = Attempt(Engine("one", "two"))
+    first = user("hi")
+    await attempt.session.chat(first)
+    rewritten = {"role": "assistant", "content": "won"}
+    await attempt.session.chat(ChatCall(messages=said(first, rewritten, {"role": "user", "content": "?"})))
+    assert rows(attempt) == [("<u>hi<a>", "one$"), ("<u>hi<a>won<u>?<a>", "two$")]
+    assert attempt.session.counts["forks"] == 1
+
+
+async def test_an_answer_without_exact_continuation_is_a_branch() -> None:
+    attempt = Attempt(Engine("one", "two"))
+    first = user("hi")
+    answer = await attempt.session.chat(first)
+    attempt.format.can_bridge = False
+    await attempt.session.chat(ChatCall(messages=said(first, answer.message, {"role": "user", "content": "?"})))
+    assert len(rows(attempt)) == 2
+    assert (attempt.session.counts["forks"], attempt.session.counts["unbridged"]) == (1, 1)
+
+
+async def test_agents_may_keep_tokens_themselves() -> None:
+    attempt = Attempt(Engine("one", "two"))
+    answer = await attempt.session.chat(ChatCall(prompt_token_ids=tokens("abc")))
+    whole = [*tokens("abc"), *answer.token_ids, *tokens("d")]
+    await attempt.session.chat(ChatCall(prompt_token_ids=whole))
+    await attempt.session.chat(ChatCall(prompt_token_ids=tokens("abX")))
+    assert rows(attempt) == [("abc", "one$dtwo$"), ("abX", "ok$")]
+
+
+async def test_tool_calls_have_ids_that_a_repeated_turn_has_too() -> None:
+    first = Attempt(Engine("!add 1 2"))
+    call = ChatCall(messages=[{"role": "user", "content": "1+2"}], tools=[TOOL])
+    answer = await first.session.chat(call)
+    (made,) = answer.message["tool_calls"]
+    assert made["function"] == {"name": "add", "arguments": "1 2"}
+    assert answer.finish_reason == "tool_calls"
+    again = Attempt(Engine(), *first.segments)
+    assert (await again.session.chat(call)).message == answer.message
+
+
+async def test_the_same_call_asks_for_another_answer_unless_it_is_a_retry() -> None:
+    engine = Engine("one", "two", "three")
+    attempt = Attempt(engine)
+    call = user("hi")
+    first = await attempt.session.chat(call)
+    assert (await attempt.session.chat(call)).message["content"] == "two"
+    retried = await attempt.session.chat(ChatCall(messages=call.messages, is_retry=True))
+    assert retried.message["content"] == "two"
+    attempt.session.note_lost(first)
+    assert (await attempt.session.chat(call)).token_ids == first.token_ids
+    assert len(engine.asked) == 2
+
+
+async def test_a_call_is_named_by_its_clients_key() -> None:
+    engine = Engine("one", "two", "three")
+    attempt = Attempt(engine)
+    asked = [ChatCall(messages=user("hi").messages, key=key) for key in ("a", "b", "a", "b")]
+    answers = [(await attempt.session.chat(call)).message["content"] for call in asked]
+    assert answers == ["one", "two", "one", "two"]
+
+
+async def test_parallel_calls_that_ask_the_same_have_answers_of_their_own() -> None:
+    engine = Engine("one", "two")
+    attempt = Attempt(engine, config=AgentConfig(kind="test", max_turn_tokens=10))
+    answers = await asyncio.gather(attempt.session.chat(user("hi")), attempt.session.chat(user("hi")))
+    assert sorted(answer.message["content"] for answer in answers) == ["one", "two"]
+    assert sorted(rows(attempt)) == [("<u>hi<a>", "one$"), ("<u>hi<a>", "two$")]
+
+
+async def test_a_client_that_went_away_gets_the_answer_when_it_comes_back() -> None:
+    engine = Engine("one", "two")
+    engine.may_answer.clear()
+    attempt = Attempt(engine)
+    lost = asyncio.create_task(attempt.session.chat(user("hi")))
+    while not engine.asked:  # noqa: ASYNC110 - the engine announces nothing
+        await asyncio.sleep(0)
+    lost.cancel()
+    await asyncio.wait([lost])
+    again = asyncio.create_task(attempt.session.chat(user("hi")))
+    await asyncio.sleep(0)
+    engine.may_answer.set()
+    assert (await again).message["content"] == "one"
+    assert len(engine.asked) == 1
+
+
+async def test_an_answer_is_kept_before_it_is_told() -> None:
+    is_kept, may_keep = asyncio.Event(), asyncio.Event()
+
+    async def keep() -> None:
+        is_kept.set()
+        await may_keep.wait()
+
+    attempt = Attempt(Engine("one"), keep=keep)
+    answering = asyncio.create_task(attempt.session.chat(user("hi")))
+    await is_kept.wait()
+    done, _ = await asyncio.wait([answering], timeout=0.05)
+    assert not done
+    may_keep.set()
+    assert (await answering).message["content"] == "one"
+
+
+async def test_another_attempt_repeats_what_was_kept_and_goes_on() -> None:
+    first = Attempt(Engine("one", "two"))
+    call = user("hi")
+    answer = await first.session.chat(call)
+    second = ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"}))
+    await first.session.chat(second)
+    segments = [decode_segment(encode_segment(one)) for one in first.segments]
+    engine = Engine("three")
+    engine.version = WeightVersion(1, 3)
+    heir = Attempt(engine, *segments)
+    assert (await heir.session.chat(call)).token_ids == answer.token_ids
+    repeated = await heir.session.chat(second)
+    third = ChatCall(messages=said(second, repeated.message, {"role": "user", "content": "!"}))
+    assert (await heir.session.chat(third)).message["content"] == "three"
+    assert len(engine.asked) == 1
+    assert heir.session.counts["resumed"] == 2
+    assert rows(heir) == [("<u>hi<a>", "one$<u>?<a>two$<u>!<a>three$")]
+    trajectory = heir.recorder.to_trajectory(LEASE, {}, 1.0, "w")
+    assert [(span.version.step, span.end) for span in trajectory.spans] == [(0, 23), (3, len(trajectory.loss_mask))]
+
+
+async def test_turns_that_another_attempt_does_not_repeat_are_not_trained() -> None:
+    first = Attempt(Engine("one", "two"))
+    call = user("hi")
+    answer = await first.session.chat(call)
+    await first.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    heir = Attempt(Engine("three"), *first.segments)
+    assert (await heir.session.chat(call)).message["content"] == "one"
+    await heir.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "other"})))
+    assert rows(heir) == [("<u>hi<a>", "one$<u>other<a>three$")]
+    assert heir.session.counts["unseen_turns"] == 1
+    trajectory = heir.recorder.to_trajectory(LEASE, {}, 1.0, "w")
+    assert not trajectory.behavior_logprobs[trajectory.loss_mask == 0].any()
+
+
+async def test_an_answer_that_nobody_got_is_not_trained() -> None:
+    attempt = Attempt(Engine("one", "two"))
+    await attempt.session.chat(user("hi"))
+    attempt.session.note_lost(await attempt.session.chat(user("ho")))
+    assert rows(attempt) == [("<u>hi<a>", "one$")]
+
+
+async def test_calls_that_run_when_the_agent_ends_are_not_recorded() -> None:
+    engine = Engine("one", "two")
+    attempt = Attempt(engine)
+    await attempt.session.chat(user("hi"))
+    engine.may_answer.clear()
+    dangling = asyncio.create_task(attempt.session.chat(user("ho")))
+    while len(engine.asked) < 2:  # noqa: ASYNC110 - the engine announces nothing
+        await asyncio.sleep(0)
+    assert rows(attempt) == [("<u>hi<a>", "one$")]
+    with pytest.raises(SessionEndedError):
+        await dangling
+    with pytest.raises(SessionEndedError):
+        await attempt.session.chat(user("hi"))
+
+
+async def test_an_episode_has_so_many_turns() -> None:
+    attempt = Attempt(Engine(), config=AgentConfig(kind="test", max_turns=2))
+    answers = [await attempt.session.chat(user(str(number))) for number in range(3)]
+    assert [len(answer.token_ids) for answer in answers] == [3, 3, 0]
+    assert answers[2].finish_reason == "length"
+    assert len(rows(attempt)) == 2
+
+
+async def test_an_episode_has_so_many_tokens() -> None:
+    engine = Engine("long" * 100, "x")
+    attempt = Attempt(engine, most_tokens=40)
+    first = await attempt.session.chat(user("hi"))
+    assert (first.finish_reason, len(first.token_ids)) == ("length", 32)
+    assert not (await attempt.session.chat(user("ho"))).token_ids
+    assert attempt.session.counts["over_budget"] == 1
+    assert attempt.recorder.to_trajectory(LEASE, {}, 1.0, "w").finish_reason == "length"
+
+
+async def test_the_shortest_of_all_bounds_counts() -> None:
+    attempt = Attempt(Engine("long" * 100, "long" * 100), config=AgentConfig(kind="test", max_turn_tokens=7))
+    assert len((await attempt.session.chat(user("hi"))).token_ids) == 7
+    short = await attempt.session.chat(ChatCall(messages=user("ho").messages, max_tokens=3))
+    assert (len(short.token_ids), short.finish_reason) == (3, "length")
+
+
+async def test_titles_and_summaries_are_answered_and_not_trained() -> None:
+    attempt = Attempt(Engine("one", "a title"))
+    system = {"role": "system", "content": "work"}
+    await attempt.session.chat(user("hi", system))
+    title = await attempt.session.chat(user("hi", {"role": "system", "content": "write a title"}))
+    assert title.message["content"] == "a title"
+    assert rows(attempt) == [("<s>work<u>hi<a>", "one$")]
+    assert attempt.session.counts["auxiliary_turns"] == 1
+
+
+async def test_a_subagent_has_tools_and_is_trained() -> None:
+    attempt = Attempt(Engine("one", "two"))
+    await attempt.session.chat(user("hi", {"role": "system", "content": "work"}))
+    other = [{"role": "system", "content": "search"}, {"role": "user", "content": "it"}]
+    await attempt.session.chat(ChatCall(messages=other, tools=[TOOL]))
+    assert len(rows(attempt)) == 2
+
+
+@pytest.mark.parametrize("logprob", [-9999.0, -12345.0, float("nan"), 0.5])
+async def test_a_logprob_that_is_none_ends_the_attempt(logprob: float) -> None:
+    engine = Engine("one")
+    engine.logprob = logprob
+    attempt = Attempt(engine)
+    with pytest.raises(SessionEndedError):
+        await attempt.session.chat(user("hi"))
+    with pytest.raises(HeadwayError, match="logprob"):
+        attempt.session.failure.result()
+
+
+async def test_rewards_of_turns_add_up_to_the_episodes() -> None:
+    attempt = Attempt(Engine("one", "two"))
+    with pytest.raises(CallRefusedError):
+        attempt.session.give_reward(1.0)
+    for number in range(2):
+        await attempt.session.chat(user(str(number)))
+        attempt.session.give_reward(0.25 + number)
+    with pytest.raises(CallRefusedError):
+        attempt.session.give_reward(float("nan"))
+    attempt.session.settle()
+    trajectory = attempt.recorder.to_trajectory(LEASE, {}, 0.5, "w")
+    assert [turn.reward for turn in trajectory.turns] == [0.25, 1.75]
+    assert trajectory.reward == 2.0
+    assert np.array_equal(trajectory.prompt_tokens, [900, 901])
+
+
+async def test_the_agent_is_outside_while_it_asks_nothing() -> None:
+    engine = Engine("one")
+    engine.may_answer.clear()
+    attempt = Attempt(engine)
+    assert not attempt.session.is_outside, "it has not called yet, and will"
+    calling = asyncio.create_task(attempt.session.chat(user("hi")))
+    while not engine.asked:  # noqa: ASYNC110 - the engine announces nothing
+        await asyncio.sleep(0)
+    assert not attempt.session.is_outside
+    engine.may_answer.set()
+    await calling
+    assert attempt.session.is_outside
+    attempt.session.settle()
+    assert not attempt.session.is_outside
