@@ -59,6 +59,9 @@ class AgentCall(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of that row that the context begins with: of the prompt, or of that turn's own context with its answer."""
     digest: str = ""
     """Names what was asked, in hexadecimal digits; a repeated call is one of the same digest."""
+    conversation: str = ""
+    """Names the conversation up to this answer: a later call that repeats it goes on after this turn. "": the agent
+    keeps tokens, and no messages."""
     role: Literal["main", "auxiliary"] = "main"
     """auxiliary: it was answered for the agent's own purposes, such as a title, and is not trained."""
     finish_reason: Literal["stop", "length"] = "stop"

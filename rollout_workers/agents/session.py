@@ -100,6 +100,8 @@ class EpisodeSession:
             turn = recorder.turns[number]
             assert turn.call is not None
             self._recorded.setdefault(turn.call.digest, []).append(_Recorded(number, is_kept=True))
+            self._turn_of[turn.call.conversation] = number
+        self._turn_of.pop("", None)
 
     @property
     def is_outside(self) -> bool:
@@ -238,9 +240,8 @@ class EpisodeSession:
         self.counts["resumed" if found.number < self._recorder.resumed else "repeated"] += 1
         found.is_kept = False
         turn = self._recorder.turn(found.number)
-        parsed = self._parsed(turn, call.tools)
-        self._note_conversation(call, parsed, found.number)
-        return self._answer(turn, parsed)
+        self._turn_of[turn.call.conversation] = found.number
+        return self._answer(turn, self._parsed(turn, call.tools))
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
         try:
@@ -280,6 +281,7 @@ class EpisodeSession:
             after=context.after,
             keeps=context.keeps,
             digest=call.digest,
+            conversation=_ended_by(call, parsed),
             role=call.role,
             finish_reason=turn.finished(),
             tool_calls=len(parsed.tool_calls),
@@ -294,10 +296,9 @@ class EpisodeSession:
             await self._sample.keep()
         self._check_open()
         self._count(call, context, turn)
+        self._turn_of[made.conversation] = number
         recorded = self._recorder.turn(number)
-        parsed = self._parsed(recorded, call.tools)
-        self._note_conversation(call, parsed, number)
-        return self._answer(recorded, parsed)
+        return self._answer(recorded, self._parsed(recorded, call.tools))
 
     def _count(self, call: ChatCall, context: _Context, turn: Recorder) -> None:
         self.counts["turns"] += 1
@@ -349,6 +350,7 @@ class EpisodeSession:
             row = self._recorder.row(after)
             read = await asyncio.to_thread(self._format.bridge, row, call.messages[place + 1 :], call.tools)
             if read is not None:
+                self._note_seen(after)
                 return _Context(after, len(row), read, is_fork=place != answers[-1])
             self.counts["unbridged"] += 1
             break
@@ -358,6 +360,8 @@ class EpisodeSession:
         """Return a context of these very tokens, with as many as possible from an earlier row."""
         after, keeps = self._recorder.longest_beginning(tokens)
         is_whole = after >= 0 and keeps == len(self._recorder.row(after))
+        if is_whole:
+            self._note_seen(after)
         return _Context(after, keeps, list(tokens[keeps:]), is_fork=bool(self._recorder.turns) and not is_whole)
 
     def _parsed(self, turn: RecordedTurn, tools: Sequence[Tool]) -> ParsedAnswer:
@@ -367,9 +371,17 @@ class EpisodeSession:
         named = (replace(one, id=f"call_{turn.number}_{place}") for place, one in enumerate(parsed.tool_calls))
         return replace(parsed, tool_calls=tuple(named))
 
-    def _note_conversation(self, call: ChatCall, parsed: ParsedAnswer, number: int) -> None:
-        if call.prompt_token_ids is None:
-            self._turn_of[_conversation([*call.messages, parsed.message()], call.tools)] = number
+    def _note_seen(self, number: int) -> None:
+        """Note that the agent has a turn, as it goes on from it, and all turns before it."""
+        seen = set[int]()
+        while number >= 0:
+            seen.add(number)
+            call = self._recorder.turns[number].call
+            assert call is not None
+            number = call.after
+        for recorded in self._recorded.values():
+            for one in recorded:
+                one.is_kept &= one.number not in seen
 
     def _answer(self, turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:
         is_cut = turn.call.finish_reason == "length"
@@ -400,6 +412,13 @@ def _conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
     to, the messages that it repeats."""
     said = [_canonical(message) for message in messages]
     return blake2b(msgspec.json.encode((said, list(tools)), order="deterministic"), digest_size=16).hexdigest()
+
+
+def _ended_by(call: ChatCall, parsed: ParsedAnswer) -> str:
+    """Return the digest of a call's conversation with its answer; "" for a call by tokens."""
+    if call.prompt_token_ids is not None:
+        return ""
+    return _conversation([*call.messages, parsed.message()], call.tools)
 
 
 def _canonical(message: Message) -> tuple[Any, ...]:

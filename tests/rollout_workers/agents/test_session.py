@@ -199,6 +199,19 @@ async def test_turns_that_another_attempt_does_not_repeat_are_not_trained() -> N
     assert not trajectory.behavior_logprobs[trajectory.loss_mask == 0].any()
 
 
+async def test_an_agent_may_go_on_at_another_attempt_without_asking_again() -> None:
+    first = Attempt(Engine("one", "two"))
+    call = user("hi")
+    answer = await first.session.chat(call)
+    second = ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"}))
+    last = await first.session.chat(second)
+    engine = Engine("three")
+    heir = Attempt(engine, *first.segments)
+    await heir.session.chat(ChatCall(messages=said(second, last.message, {"role": "user", "content": "!"})))
+    assert len(engine.asked) == 1
+    assert rows(heir) == [("<u>hi<a>", "one$<u>?<a>two$<u>!<a>three$")]
+
+
 async def test_an_answer_that_nobody_got_is_not_trained() -> None:
     attempt = Attempt(Engine("one", "two"))
     await attempt.session.chat(user("hi"))
