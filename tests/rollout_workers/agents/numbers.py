@@ -1,0 +1,96 @@
+"""A chat format of numbers for models without a tokenizer, and agents that talk in it."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from headway.rollout_workers.agents.conversation import Message, ParsedAnswer, Tool
+from headway.rollout_workers.agents.episode import Episode, Task
+
+USER, ASSISTANT = 62, 63
+STOPS = tuple(range(0, 56, 8))
+TURNS = 4
+
+
+class NumberFormat:
+    """Contents are token ids with spaces between them; a marker begins each message."""
+
+    name = "numbers"
+    stop_token_ids = STOPS
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """See ChatFormat."""
+        found: list[int] = []
+        for message in messages:
+            found += [ASSISTANT if message["role"] == "assistant" else USER, *map(int, message["content"].split())]
+        return [*found, ASSISTANT]
+
+    def bridge(self, previous: Sequence[int], new: Sequence[Message], tools: Sequence[Tool]) -> list[int] | None:
+        """See ChatFormat."""
+        return self.render(new, tools)
+
+    def parse(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> ParsedAnswer:
+        """See ChatFormat."""
+        return ParsedAnswer(content=" ".join(map(str, token_ids)))
+
+
+async def talk(episode: Episode, task: Task) -> dict[str, float]:
+    """Ask on after each answer; the reward is the number of turns."""
+    messages: list[Message] = [{"role": "user", "content": f"{2 + task.seed % 40} 7"}]
+    turns = 0
+    for number in range(TURNS):
+        answer = await episode.chat(messages)
+        if answer.is_over:
+            break
+        turns += 1
+        await episode.reward(0.25)
+        messages += [answer.message, {"role": "user", "content": f"{30 + number} 5"}]
+    return {"reward": float(turns), "asked": float(turns)}
+
+
+async def explore(episode: Episode, task: Task) -> float:
+    """Ask twice at a time, then go on from the first answer, with a title in between."""
+    first: list[Message] = [{"role": "user", "content": "9 9"}]
+    one, _ = await asyncio.gather(episode.chat(first, max_tokens=12), episode.chat(first, max_tokens=12))
+    await episode.chat([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], max_tokens=12)
+    await episode.chat([*first, one.message, {"role": "user", "content": "11"}], max_tokens=12)
+    return 1.0
+
+
+async def fail(episode: Episode, task: Task) -> float:
+    """Raise after a turn."""
+    await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+    raise KeyError("lost")
+
+
+async def leave(episode: Episode, task: Task) -> None:
+    """Return no reward."""
+    await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+
+
+async def die(episode: Episode, task: Task) -> float:
+    """End the process in the first attempt at each episode, after a turn."""
+    answer = await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+    try:
+        os.mkdir(f"{os.environ['AGENT_MARKS']}/{task.id}-{task.sample}")
+        os._exit(1)
+    except FileExistsError:
+        pass
+    await episode.chat([{"role": "user", "content": "9 9"}, answer.message, {"role": "user", "content": "1"}])
+    return 1.0
+
+
+class Slow:
+    """Waits for a file after its second turn."""
+
+    async def rollout(self, episode: Episode, task: Task) -> Any:
+        """See `episode`."""
+        messages: list[Message] = [{"role": "user", "content": f"{2 + task.seed % 40} 7"}]
+        for number in range(TURNS):
+            answer = await episode.chat(messages, max_tokens=16)
+            messages += [answer.message, {"role": "user", "content": f"{30 + number} 5"}]
+            if number == 1:
+                while not os.path.exists(os.environ["AGENT_GO"]):  # noqa: ASYNC110, ASYNC240 - another process writes it
+                    await asyncio.sleep(0.02)
+        return 1.0
