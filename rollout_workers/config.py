@@ -231,7 +231,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = None
     turn_s: Annotated[float, Meta(gt=0, description="seconds for one answer of the model, waiting included")] = 600.0
-    tool_s: Annotated[float, Meta(gt=0, description="seconds for one call of a tool")] = 60.0
     episode_s: Annotated[float, Meta(gt=0, description="seconds for a whole episode, scoring included")] = 1800.0
     ignore_sampling: Annotated[
         bool,

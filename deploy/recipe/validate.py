@@ -83,7 +83,7 @@ _SHARED = {
         " evaluation.every_steps optimizer.warmup_steps learner.steps checkpoint.every_steps"
     ),
     _DEADLINE: "prompts.deadline_s rewards.deadline_s environment.deadline_s teacher.deadline_s"
-    " agent.turn_s agent.tool_s agent.episode_s",
+    " agent.turn_s agent.episode_s",
     _FACTOR: (
         "rewards.weight rewards.mean rewards.clip evaluation.pass_reward algorithm.kl.coefficient"
         " algorithm.entropy_coefficient algorithm.distillation.coefficient algorithm.critic.clip"
@@ -422,7 +422,6 @@ def _impossible_waits(recipe: Recipe) -> Iterator[str]:
         ("environment.deadline_s", recipe.environment.deadline_s),
         ("teacher.deadline_s", recipe.teacher.deadline_s),
         ("agent.turn_s", recipe.agent.turn_s if recipe.agent.kind else 0.0),
-        ("agent.tool_s", recipe.agent.tool_s if recipe.agent.kind else 0.0),
     ):
         if 2 * deadline_s > recipe.broker.lease_hold_s:
             yield (

@@ -67,7 +67,7 @@ FREE = frozenset(
         "staleness": "max_lag ahead on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes max_says",
-        "agent": "kind options format max_turns max_turn_tokens turn_s tool_s episode_s ignore_sampling on_failure"
+        "agent": "kind options format max_turns max_turn_tokens turn_s episode_s ignore_sampling on_failure"
         " episodes_per_place processes host port",
         "teacher": "path deadline_s",
         "scorers.engine": "kind options",

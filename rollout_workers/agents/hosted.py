@@ -45,7 +45,6 @@ class AgentHosts:
         arguments = {
             "kind": config.kind,
             "options": dict(config.options),
-            "tool_s": config.tool_s,
             "named": roots.named,
             "directory": str(roots.directory),
         }
@@ -83,10 +82,10 @@ class HostedAgent:
 
     places = EPISODES
 
-    def __init__(self, kind: str, options: dict[str, Any], tool_s: float, named: list[str], directory: str) -> None:
+    def __init__(self, kind: str, options: dict[str, Any], named: list[str], directory: str) -> None:
         from .kinds import open_agent
 
-        self._agent = open_agent(kind, options, ImportRoots(tuple(named), Path(directory)), tool_s=tool_s)
+        self._agent = open_agent(kind, options, ImportRoots(tuple(named), Path(directory)))
         self._client = EndpointClient()
 
     def resume(self) -> str:
@@ -95,7 +94,7 @@ class HostedAgent:
 
     async def play(self, task: Any, base_url: str, api_key: str) -> Any:
         """Play one episode, and return its `Played` as plain data."""
-        episode = Episode(f"{base_url}/v1", api_key, partial(self._client.post, base_url))
+        episode = Episode(base_url, api_key, partial(self._client.post, base_url))
         outcome = await self._agent.rollout(episode, msgspec.convert(task, Task))
         return _played(outcome)
 

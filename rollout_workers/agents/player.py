@@ -13,6 +13,7 @@ from zlib import crc32
 from headway.broker.errors import UserCodeError
 from headway.broker.schema import Prompt, Segment
 from headway.broker.user_code.import_paths import ImportRoots
+from headway.broker.user_code.kinds import typed_options
 from headway.broker.wire.rows import is_of_agent
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.decoding import Decoding
@@ -23,9 +24,10 @@ from headway.rollout_workers.samples.recorder import Recorder
 
 from .calls import Session, SessionEndedError
 from .conversation import ChatFormat
-from .endpoint import Endpoint
+from .endpoint.server import Endpoint
 from .episode import Task
 from .formats import open_format
+from .formats.options import AgentFormatOptions
 from .hosted import AgentHosts, Played
 from .session import EpisodeSession
 from .tree import EpisodeRecorder
@@ -78,7 +80,8 @@ class AgentPlayer:
     ) -> "AgentPlayer":
         """Open the agent, its chat format and the endpoint. `model`: the directory of the model's tokenizer; `name`:
         what the endpoint calls the model. Raises ConfigError, UserCodeError."""
-        chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, config.format.options)
+        options = typed_options(config.format.options, AgentFormatOptions, "agent.format.options")
+        chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, options=options)
         sessions = OpenSessions()
         endpoint = await Endpoint.start(sessions, host=config.host, port=config.port)
         try:

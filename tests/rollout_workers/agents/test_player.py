@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headway.rollout_workers.agents.endpoint import Endpoint
+from headway.rollout_workers.agents.endpoint.server import Endpoint
 
 from headway.broker.client.broker import Broker
 from headway.broker.schema import Trajectory
