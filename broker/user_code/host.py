@@ -14,6 +14,7 @@ import struct
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from inspect import isawaitable
 from typing import Any, BinaryIO
 
@@ -115,7 +116,11 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
                 running[call.number].cancel()
             continue
         running[call.number] = task = asyncio.create_task(_answer(opened, call, threads, answers))
-        task.add_done_callback(lambda _, number=call.number: running.pop(number))
+        task.add_done_callback(partial(_forget, running, call.number))
+
+
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del running[number]
 
 
 def _open(program: Program) -> Any:

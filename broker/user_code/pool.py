@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from threading import Thread
 from typing import Any, Self, TypeVar
@@ -272,21 +272,25 @@ class HostPool:
         what starting it raises."""
         self._warming = asyncio.gather(*(host.start() for host in self._shared), return_exceptions=True)
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float, repeats_errors: bool = True) -> Any:
-        """Returns the result of a method that is called at most twice: again where its process was lost, and with
-        `repeats_errors` where it raised. Raises UserCodeError, which says how the last call ended."""
+    async def call(
+        self, method: str, *arguments: Any, deadline_s: float, on_lost: Callable[[], None] | None = None
+    ) -> Any:
+        """Returns the result of a method that is called at most twice. Raises UserCodeError, which says how the last
+        call ended. With `on_lost` only a call whose process was lost is made again, once that has been called."""
         host = min(self._shared, key=lambda host: host.calls)
         try:
             return await host.call(method, list(arguments), deadline_s)
         except RefusedError:
             raise
         except UserCodeError as error:
-            if not repeats_errors and not isinstance(error, HostLostError):
+            if on_lost is not None and not isinstance(error, HostLostError):
                 raise
             log.warning(
                 "%s: a call, or another one beside it, %s; it is made once more, alone", self._program.name, error
             )
         self.repeated += 1
+        if on_lost is not None:
+            on_lost()
         return await self._alone.call(method, list(arguments), deadline_s)
 
     async def close(self) -> None:

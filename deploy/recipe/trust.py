@@ -11,6 +11,7 @@ from typing import Any
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
+from headway.rollout_workers.agents.kinds import check_named, named_by
 from headway.rollout_workers.engines import abilities_of
 from headway.rollout_workers.scorers.runtimes import abilities_of as runtime_abilities
 
@@ -26,8 +27,8 @@ def check_stored(recipe: Recipe, overrides: Sequence[str], allowed: Sequence[str
     own = apply_overrides({"engine": {"options": {}}}, overrides, "override")["engine"]
     named = [str(own["kind"])] if "kind" in own else []
     roots = ImportRoots((*allowed, *named))
-    for key, path in _paths(recipe):
-        roots.check(path, key)
+    for key, name in _names(recipe):
+        check_named(name, roots, key)
     _check_options("engine.options", [name for name, _ in _refused(recipe)], own["options"], "the engine", "workers")
     return roots
 
@@ -73,8 +74,8 @@ def passed_on_to_scorers(recipe: Recipe) -> list[str]:
 
 def check_paths(recipe: Recipe) -> None:
     """Raise ConfigError for a path that workers, scorers or the learner would not import."""
-    for key, path in _paths(recipe):
-        roots_of(recipe).check(path, key)
+    for key, name in _names(recipe):
+        check_named(name, roots_of(recipe), key)
     if ":" in recipe.scorers.engine.kind:
         roots_of_scorers(recipe).check(recipe.scorers.engine.kind, "scorers.engine.kind")
     for index, sink in enumerate(recipe.metrics):  # the learner imports these, and has its recipe from its own operator
@@ -84,12 +85,12 @@ def check_paths(recipe: Recipe) -> None:
 
 def roots_of(recipe: Recipe) -> ImportRoots:
     """Return the roots for a recipe that was given to this process: exactly what it names."""
-    return ImportRoots(tuple(path for _, path in _paths(recipe)))
+    return ImportRoots(tuple(name for _, name in _names(recipe)))
 
 
 def passed_on(recipe: Recipe) -> list[str]:
     """Return arguments with which workers on this machine trust the recipe that this command was given."""
-    allowed = [argument for _, path in _paths(recipe) for argument in ("--allow-import", path)]
+    allowed = [argument for _, name in _names(recipe) for argument in ("--allow-import", name)]
     return allowed + [f"engine.options.{name}={json.dumps(value)}" for name, value in _refused(recipe)]
 
 
@@ -105,10 +106,10 @@ def _refused_of_scorers(recipe: Recipe) -> list[str]:
     return [name for name, value in engine.options.items() if not takes_stored(name, value)]
 
 
-def _paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (key, import path) of all that a worker imports."""
+def _names(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of all import paths that a worker imports, and of all programs that it runs."""
     named = [("engine.kind", recipe.engine.kind), ("environment.kind", recipe.environment.kind)]
-    named.append(("agent.kind", recipe.agent.kind))
     named.append(("weights.transport", recipe.weights.transport))
     named += [(f"rewards[{index}].kind", reward.kind) for index, reward in enumerate(recipe.rewards)]
-    return ((key, path) for key, path in named if ":" in path)
+    yield from ((key, path) for key, path in named if ":" in path)
+    yield from named_by(recipe.agent.kind, recipe.agent.options)

@@ -21,6 +21,8 @@ from headway.learner.backends import abilities_of as backend_abilities
 from headway.learner.config import EXAMPLES, PROMPTS, STAGES, StageConfig
 from headway.learner.models.parallel_layout import check_ranks, check_splits
 from headway.learner.stages.registry import options_of
+from headway.rollout_workers.agents.formats.options import AgentFormatOptions
+from headway.rollout_workers.agents.kinds import check_agent
 from headway.rollout_workers.config import READERS, REWARDS, EngineConfig
 from headway.rollout_workers.engines import ENGINES, abilities_of, check_options
 from headway.rollout_workers.environments import check_environment
@@ -216,6 +218,9 @@ def _check_kinds(recipe: Recipe, source: str) -> None:
         _check_kind(reward.kind, REWARDS, f"{source}: rewards.kind")
     _check_sinks(recipe.metrics, source)
     check_environment(recipe.environment, source)
+    if recipe.agent.kind:
+        check_agent(recipe.agent.kind, recipe.agent.options, f"{source}: agent")
+        typed_options(recipe.agent.format.options, AgentFormatOptions, f"{source}: agent.format.options")
 
 
 def _check_stage(stage: StageConfig, where: str) -> None:

@@ -62,9 +62,9 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in asked.items():
             if value is not None and value != run[name]:
                 message = (
-                    f"'{name}' {value} is not supported: the run samples with {run[name]}. Leave it away, or have "
+                    f"'{name}' {value} is not supported: the run samples with {run[name]}. Leave it out of the call, or"
+                    " set agent.ignore_sampling=true to have it ignored."
                 )
-                message += "the endpoint ignore what clients say of sampling (ignore_sampling)."
                 raise CallRefusedError(message, name)
 
 

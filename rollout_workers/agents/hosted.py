@@ -5,7 +5,7 @@ the model come back to the worker's endpoint. A cancelled episode cancels its ag
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,14 +63,17 @@ class AgentHosts:
             raise
         return cls(pool, resume)
 
-    async def play(self, task: Task, base_url: str, api_key: str, *, deadline_s: float) -> Played:
-        """Play an episode. One whose process was lost is played once more: its calls get the recorded answers.
+    async def play(
+        self, task: Task, base_url: str, api_key: str, *, deadline_s: float, on_lost: Callable[[], None]
+    ) -> Played:
+        """Play an episode. One whose process was lost is played once more, once `on_lost` was called.
 
         Raises UserCodeError where the agent raises, returns no reward, or twice ends its process or passes the
         deadline."""
         asked = msgspec.to_builtins(task), base_url, api_key
-        played = await self._pool.call("play", *asked, deadline_s=deadline_s, repeats_errors=False)
-        return msgspec.convert(played, Played)
+        played = await self._pool.call("play", *asked, deadline_s=deadline_s, on_lost=on_lost)
+        reward, kept, left_out = msgspec.convert(played, Played)
+        return reward, kept, left_out
 
     async def close(self) -> None:
         """Kill the processes."""

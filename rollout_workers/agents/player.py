@@ -24,6 +24,7 @@ from headway.rollout_workers.samples.recorder import Recorder
 
 from .calls import Session, SessionEndedError
 from .conversation import ChatFormat
+from .endpoint.connections import EndpointSettings
 from .endpoint.server import Endpoint
 from .episode import Task
 from .formats import open_format
@@ -32,6 +33,8 @@ from .hosted import AgentHosts, Played
 from .session import EpisodeSession
 from .tree import EpisodeRecorder
 
+SPARE_S = 60.0
+"""The endpoint waits so much longer for an answer than the session, which says why there is none."""
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +86,8 @@ class AgentPlayer:
         options = typed_options(config.format.options, AgentFormatOptions, "agent.format.options")
         chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, options=options)
         sessions = OpenSessions()
-        endpoint = await Endpoint.start(sessions, host=config.host, port=config.port)
+        settings = EndpointSettings(ignore_sampling=config.ignore_sampling, call_s=config.turn_s + SPARE_S)
+        endpoint = await Endpoint.start(sessions, host=config.host, port=config.port, settings=settings)
         try:
             hosts = await AgentHosts.open(config, roots or ImportRoots())
         except BaseException:
@@ -156,7 +160,9 @@ class AgentPlayer:
     async def _unless_failed(self, sample: PlayedSample, session: EpisodeSession, name: str) -> Played:
         """Return what the agent returned. Raises the engine's failure at once, whatever the agent does."""
         url, deadline_s = self._endpoint.url_of(name), self._config.episode_s
-        playing = asyncio.ensure_future(self._hosts.play(_task(sample), url, name, deadline_s=deadline_s))
+        playing = asyncio.ensure_future(
+            self._hosts.play(_task(sample), url, name, deadline_s=deadline_s, on_lost=session.begin_again)
+        )
         try:
             either: list[asyncio.Future[Any]] = [playing, session.failure]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +185,7 @@ class AgentPlayer:
         turn = recorder.turn(last)
         text = self._format.parse(turn.token_ids, ()).content
         score = await self._reward.score(prompt, text, turn.call.finish_reason, recorder.tokens)
-        return ScoredTurn(score.total, score.components, ())
+        return ScoredTurn(score.total, dict(score.components), ())
 
 
 def _has_turns(recorder: Recorder) -> bool:

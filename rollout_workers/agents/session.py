@@ -111,6 +111,9 @@ class EpisodeSession:
     def end(self) -> None:
         """Refuse all further calls, and cancel those that run. Idempotent."""
         self._is_over = True
+        self._cancel()
+
+    def _cancel(self) -> None:
         for running in self._running.values():
             for one in running:
                 if one.task is not asyncio.current_task():
@@ -119,7 +122,8 @@ class EpisodeSession:
     async def chat(self, call: ChatCall) -> ChatAnswer:
         """See Session."""
         self._check_open()
-        self._check_sampling(call)
+        run = self._sample.request
+        call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
         call = replace(call, role=self._role(call))
         if (known := self._known(call)) is not None:
             return known
@@ -158,6 +162,15 @@ class EpisodeSession:
     async def finish(self, reward: float | None, measures: dict[str, float]) -> None:
         """See Session. The agents of this worker end by returning."""
         raise CallRefusedError("this episode ends when its agent returns; return the reward instead")
+
+    def begin_again(self) -> None:
+        """Note that the agent is run again: it gets all answers from the record that it asks for once more."""
+        self._cancel()
+        self._main_system = None
+        self._recorder.begin_again()
+        for recorded in self._recorded.values():
+            for one in recorded:
+                one.is_kept = True
 
     def settle(self) -> None:
         """Note that the agent has ended: turns that it did not see are not trained."""
@@ -202,19 +215,6 @@ class EpisodeSession:
         number = _number_of(answer.id)
         every = (one for recorded in self._recorded.values() for one in recorded)
         return next((one for one in every if one.number == number), _Recorded(number, is_kept=False))
-
-    def _check_sampling(self, call: ChatCall) -> None:
-        """Raise CallRefusedError for a call that would be sampled in another way than it asks for."""
-        if self._config.ignore_sampling:
-            return
-        request = self._sample.request
-        for name, given in (("temperature", request.temperature), ("top_p", request.top_p), ("top_k", request.top_k)):
-            asked = getattr(call, name, None)
-            if asked is not None and not math.isclose(float(asked), float(given)):
-                raise CallRefusedError(
-                    f"{name}={asked:g} is not what this run samples with, {given:g}; leave it out of the call, or set"
-                    " agent.ignore_sampling=true to have it ignored"
-                )
 
     def _role(self, call: ChatCall) -> Any:
         """Return the role of a call: another system prompt than the first one's, without tools, is auxiliary, as agents

@@ -98,6 +98,11 @@ class EpisodeRecorder(Recorder):
         self.finish_reason = call.finish_reason if is_trained else self.finish_reason
         return len(self.turns) - 1
 
+    def begin_again(self) -> None:
+        """Note that the agent is run again: all turns wait to be repeated, with their rewards."""
+        self.resumed = len(self.turns)
+        self._rewards = [0.0] * len(self.turns)
+
     def give_reward(self, number: int, reward: float) -> None:
         """Add to a turn's reward."""
         self._rewards[number] += reward

@@ -24,7 +24,7 @@ class CharacterFormat:
     """A token for each character; `!name arguments` is a call of a tool."""
 
     name = "characters"
-    stop_token_ids = (END,)
+    stop_token_ids: tuple[int, ...] = (END,)
 
     def __init__(self) -> None:
         self.can_bridge = True

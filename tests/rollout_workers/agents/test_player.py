@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from headway.rollout_workers.agents.endpoint.server import Endpoint
 
 from headway.broker.client.broker import Broker
 from headway.broker.schema import Trajectory
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.wire.rows import rows_of
+from headway.rollout_workers.agents.endpoint.server import Endpoint
 from headway.rollout_workers.agents.hosted import AgentHosts
 from headway.rollout_workers.agents.player import AgentPlayer, OpenSessions
 from headway.rollout_workers.config import AgentConfig, SamplingConfig

@@ -185,6 +185,21 @@ async def test_another_attempt_repeats_what_was_kept_and_goes_on() -> None:
     assert [(span.version.step, span.end) for span in trajectory.spans] == [(0, 23), (3, len(trajectory.loss_mask))]
 
 
+async def test_an_agent_that_is_run_again_repeats_its_turns_without_their_rewards() -> None:
+    engine = Engine("one", "two")
+    attempt = Attempt(engine)
+    call = user("hi")
+    answer = await attempt.session.chat(call)
+    attempt.session.give_reward(1.0)
+    attempt.session.begin_again()
+    assert (await attempt.session.chat(call)).token_ids == answer.token_ids
+    attempt.session.give_reward(1.0)
+    await attempt.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    assert len(engine.asked) == 2
+    assert rows(attempt) == [("<u>hi<a>", "one$<u>?<a>two$")]
+    assert attempt.recorder.earned == 1.0
+
+
 async def test_turns_that_another_attempt_does_not_repeat_are_not_trained() -> None:
     first = Attempt(Engine("one", "two"))
     call = user("hi")
@@ -259,6 +274,16 @@ async def test_the_shortest_of_all_bounds_counts() -> None:
     assert (len(short.token_ids), short.finish_reason) == (3, "length")
 
 
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 4}, {"seed": 3}])
+async def test_a_call_that_wants_other_sampling_is_refused(asked: dict[str, Any]) -> None:
+    engine = Engine("one")
+    attempt = Attempt(engine)
+    with pytest.raises(CallRefusedError, match=r"agent\.ignore_sampling=true"):
+        await attempt.session.chat(ChatCall(messages=user("hi").messages, **asked))
+    same = ChatCall(messages=user("hi").messages, temperature=1.0, top_p=1.0, top_k=-1)
+    assert (await attempt.session.chat(same)).message["content"] == "one"
+
+
 async def test_titles_and_summaries_are_answered_and_not_trained() -> None:
     attempt = Attempt(Engine("one", "a title"))
     system = {"role": "system", "content": "work"}
@@ -308,13 +333,14 @@ async def test_the_agent_is_outside_while_it_asks_nothing() -> None:
     engine = Engine("one")
     engine.may_answer.clear()
     attempt = Attempt(engine)
-    assert not attempt.session.is_outside, "it has not called yet, and will"
+    seen = [attempt.session.is_outside]  # it has not called yet, and will
     calling = asyncio.create_task(attempt.session.chat(user("hi")))
     while not engine.asked:  # noqa: ASYNC110 - the engine announces nothing
         await asyncio.sleep(0)
-    assert not attempt.session.is_outside
+    seen.append(attempt.session.is_outside)
     engine.may_answer.set()
     await calling
-    assert attempt.session.is_outside
+    seen.append(attempt.session.is_outside)
     attempt.session.settle()
-    assert not attempt.session.is_outside
+    seen.append(attempt.session.is_outside)
+    assert seen == [False, False, True, False]
