@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
-from headway.rollout_workers.agents.calls import ChatAnswer
+import msgspec
+
+from headway.rollout_workers.agents.calls import ChatAnswer, ChatCall, Session
 
 from .problems import Problem, ProblemError, overloaded
 
@@ -20,18 +22,25 @@ class Calls:
         self._timeout_s = timeout_s
         self._tasks = set[asyncio.Task[ChatAnswer]]()
         self._by_session = Counter[str]()
+        self._turned_away = dict[tuple[str, str], int]()
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, lease: str, call: Coroutine[Any, Any, ChatAnswer]) -> asyncio.Task[ChatAnswer]:
-        """Begin to answer a call of a session. Raises ProblemError where there are too many already."""
+    def start(self, lease: str, session: Session, call: ChatCall) -> asyncio.Task[ChatAnswer]:
+        """Begin to answer a call of a session. Raises ProblemError where there are too many already.
+
+        The retry of a call that was turned away here is no retry to the session, which has not heard of it.
+        """
+        if call.is_retry and self._forgive(lease, call.digest):
+            call = msgspec.structs.replace(call, is_retry=False)
         try:
             self._check_room(lease)
         except ProblemError:
-            call.close()
+            if not call.is_retry:
+                self._remember(lease, call.digest)
             raise
-        task = asyncio.get_running_loop().create_task(self._bounded(call))
+        task = asyncio.get_running_loop().create_task(self._bounded(session.chat(call)))
         self._tasks.add(task)
         self._by_session[lease] += 1
         task.add_done_callback(lambda ended: self._forget(lease, ended))
@@ -50,6 +59,20 @@ class Calls:
         if self._by_session[lease] >= self._most_of_session:
             message = f"an episode may have {self._most_of_session} calls at a time and no more"
             raise ProblemError(Problem(status=429, kind="busy", message=message, retry_after_s=2))
+
+    def _remember(self, lease: str, digest: str) -> None:
+        """Note that a call was turned away. The oldest of very many are forgotten: clients may have given them up."""
+        number = self._turned_away.pop((lease, digest), 0)
+        self._turned_away[lease, digest] = number + 1
+        if len(self._turned_away) > 4 * self._most:
+            del self._turned_away[next(iter(self._turned_away))]
+
+    def _forgive(self, lease: str, digest: str) -> bool:
+        """Return whether such a call was turned away, and forget one."""
+        number = self._turned_away.pop((lease, digest), 0)
+        if number > 1:
+            self._turned_away[lease, digest] = number - 1
+        return number > 0
 
     async def _bounded(self, call: Coroutine[Any, Any, ChatAnswer]) -> ChatAnswer:
         timeout = asyncio.timeout(self._timeout_s)

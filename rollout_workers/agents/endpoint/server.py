@@ -186,7 +186,7 @@ class Endpoint:
             asked = exchange.dialect.read(body, ignores_sampling=self._settings.ignore_sampling)
             call = with_headers(asked.call, exchange.request)
             self._check_open()
-            task = self._calls.start(exchange.lease, exchange.session.chat(call))
+            task = self._calls.start(exchange.lease, exchange.session, call)
             try:
                 await self._deliver(task, exchange, asked)
             except BaseException:
