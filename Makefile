@@ -8,6 +8,7 @@ BENCH := $(VENV)/bench
 PEERS := $(VENV)/peers
 RAY := $(VENV)/ray
 TRACKERS := $(VENV)/trackers
+AGENTS := $(VENV)/agents
 SGLANG_VERSION ?= 0.5.23
 SGLANG := $(VENV)/sglang-$(SGLANG_VERSION)
 SGLANG_TESTS ?= tests/rollout_workers tests/end_to_end/test_sglang.py tests/end_to_end/test_sglang_adapter.py
@@ -31,7 +32,7 @@ EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-peft test-sglang test-environments test-browser test-extern extern-tools lint check shape format clean
+.PHONY: help install install-dev install-megatron demo demo-vllm demo-megatron chaos parity peer-losses race bench-broker study-staleness docs test test-quick test-ray test-trackers test-agents test-peft test-sglang test-environments test-browser test-extern extern-tools lint check shape format clean
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -123,6 +124,11 @@ $(TRACKERS)/.installed: $(VENV)/.installed-tools tests/deploy/sinks/requirements
 	$(call on_top,$(TRACKERS)) --no-deps -r tests/deploy/sinks/requirements.txt
 	@touch $@
 
+# OpenEnv needs a hundred packages, of which nothing that we run on needs one.
+$(AGENTS)/.installed: $(VENV)/.installed-tools tests/rollout_workers/agents/requirements.txt
+	$(call on_top,$(AGENTS)) --no-deps -r tests/rollout_workers/agents/requirements.txt
+	@touch $@
+
 # No kernels of SGLang exist for CPUs, and it pins another torch: it comes without what it needs, stubs stand for kernels.
 $(SGLANG)/.installed: $(VENV)/.installed-dev tests/rollout_workers/sglang-requirements.txt tests/rollout_workers/sglang_stubs.py
 	$(call on_top,$(SGLANG)) --no-deps sglang==$(SGLANG_VERSION) \
@@ -156,13 +162,16 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray (three minutes on 2 core
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio (a minute)
 	@$(TRACKERS)/bin/python -m pytest --no-skips $(RERUN) tests/deploy/sinks/test_trackers.py
 
+test-agents: $(AGENTS)/.installed  ## the tests that need OpenAI's, Anthropic's clients and OpenEnv (three minutes)
+	@$(AGENTS)/bin/python -m pytest --no-skips $(RERUN) tests/rollout_workers/agents/test_endpoint_clients.py
+
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes (a minute)
 	@$(PEERS)/bin/python -m pytest --no-skips $(RERUN) tests/learner/test_peft.py tests/learner/test_quantized.py
 
 test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU (twenty minutes; SGLANG_VERSION=0.5.17)
 	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway $(SGLANG)/bin/python -m pytest $(RERUN) -m sglang $(SGLANG_TESTS)
 
-test-environments: test-ray test-trackers test-peft test-sglang  ## these four, each in an environment of its own
+test-environments: test-ray test-trackers test-agents test-peft test-sglang  ## these five, each in an environment of its own
 
 test-browser: $(VENV)/.installed-browser  ## the dashboard of a real run, and these pages, in headless Chromium, which you install
 	@$(BIN)/python -m pytest tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
