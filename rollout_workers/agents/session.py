@@ -27,7 +27,7 @@ from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
-from .conversation import ChatFormat, Message, ParsedAnswer, Tool
+from .conversation import ChatFormat, FormatError, Message, ParsedAnswer, Tool
 from .tree import EpisodeRecorder, RecordedTurn
 
 
@@ -149,7 +149,10 @@ class EpisodeSession:
         self._check_open()
         if call.prompt_token_ids is not None:
             return len(call.prompt_token_ids)
-        return len(self._format.render(call.messages, call.tools))
+        try:
+            return len(self._format.render(call.messages, call.tools))
+        except FormatError as error:
+            raise CallRefusedError(str(error)) from error
 
     def give_reward(self, reward: float) -> None:
         """See Session."""
@@ -252,6 +255,8 @@ class EpisodeSession:
             raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
         except (CallRefusedError, SessionEndedError):
             raise
+        except FormatError as error:
+            raise CallRefusedError(str(error)) from error
         except HeadwayError as error:
             self._fail(error)
             raise SessionEndedError("the engine failed; the episode goes on elsewhere") from error

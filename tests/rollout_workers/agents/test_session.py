@@ -2,6 +2,7 @@
 trained."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from headway.broker.schema import WeightVersion
 from headway.broker.wire.codec import decode_segment, decode_trajectory, encode_segment, encode_trajectory
 from headway.broker.wire.rows import rows_of
 from headway.rollout_workers.agents.calls import CallRefusedError, ChatCall, SessionEndedError
+from headway.rollout_workers.agents.conversation import FormatError, Message, Tool
 from headway.rollout_workers.config import AgentConfig
 
 from .sessions import END, LEASE, Attempt, Engine, said, tokens, user
@@ -282,6 +284,21 @@ async def test_a_call_that_wants_other_sampling_is_refused(asked: dict[str, Any]
         await attempt.session.chat(ChatCall(messages=user("hi").messages, **asked))
     same = ChatCall(messages=user("hi").messages, temperature=1.0, top_p=1.0, top_k=-1)
     assert (await attempt.session.chat(same)).message["content"] == "one"
+
+
+async def test_a_conversation_that_the_format_cannot_write_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        raise FormatError("Message 0 is a picture.")
+
+    attempt = Attempt(Engine())
+    with monkeypatch.context() as patch:
+        patch.setattr(attempt.format, "render", fail)
+        with pytest.raises(CallRefusedError, match="picture"):
+            await attempt.session.chat(user("see"))
+        with pytest.raises(CallRefusedError, match="picture"):
+            attempt.session.count_tokens(user("see"))
+    assert (await attempt.session.chat(user("hi"))).message["content"] == "ok"
+    assert not attempt.session.failure.done()
 
 
 async def test_titles_and_summaries_are_answered_and_not_trained() -> None:
