@@ -3,11 +3,12 @@
 import asyncio
 import math
 from collections.abc import Callable
+from typing import Any
 
 from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, Session, SessionEndedError
 from headway.rollout_workers.agents.conversation import ParsedAnswer, ToolCall
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_up", "description": "looks up", "parameters": {"type": "object", "properties": {}}},
 }
@@ -101,7 +102,7 @@ class ScriptedSession:
 class ScriptedSessions:
     """The sessions of an endpoint by their names."""
 
-    def __init__(self, **sessions: ScriptedSession) -> None:
+    def __init__(self, **sessions: Session) -> None:
         self.by_name = dict(sessions)
 
     def session(self, name: str) -> Session:

@@ -28,8 +28,13 @@ class Bench:
 
     def __init__(self, endpoint: Endpoint, sessions: ScriptedSessions, client: aiohttp.ClientSession) -> None:
         self.endpoint, self.sessions, self.client = endpoint, sessions, client
-        self.one = sessions.by_name["one"]
+        self.one, self.two = (self.session(name) for name in ("one", "two"))
         self.base = endpoint.url_of("one")
+
+    def session(self, name: str) -> ScriptedSession:
+        session = self.sessions.by_name[name]
+        assert isinstance(session, ScriptedSession)
+        return session
 
     async def post(self, path: str, body: Any = HELLO, **more: Any) -> tuple[int, Any]:
         url = path if path.startswith("http") else f"{self.base}/{path}"
@@ -83,7 +88,7 @@ async def test_a_session_is_named_by_path_or_by_key(bench: Bench) -> None:
     for headers in ({"Authorization": "Bearer two"}, {"x-api-key": "two"}, {"Authorization": "x", "x-api-key": "two"}):
         assert (await bench.post(f"{root}/v1/chat/completions", headers=headers))[0] == 200
     assert (await bench.post("chat/completions", headers={"Authorization": "Bearer EMPTY"}))[0] == 200
-    assert len(bench.sessions.by_name["two"].calls) == 3
+    assert len(bench.two.calls) == 3
     assert len(bench.one.calls) == 1
     status, error = await bench.post(f"{root}/v1/chat/completions")
     assert (status, error["error"]["type"]) == (401, "authentication_error")
@@ -106,7 +111,7 @@ async def test_a_lease_may_have_any_characters(bench: Bench) -> None:
     name = "a/b c:1%?#ü"
     bench.sessions.by_name[name] = ScriptedSession()
     assert (await bench.post(bench.endpoint.url_of(name) + "/chat/completions"))[0] == 200
-    assert len(bench.sessions.by_name[name].calls) == 1
+    assert len(bench.session(name).calls) == 1
 
 
 async def test_headers_say_what_the_body_does_not(bench: Bench) -> None:
@@ -259,7 +264,7 @@ async def test_a_client_may_wait_for_leave_to_send_its_body(bench: Bench) -> Non
 
 async def test_calls_are_bounded_in_number(bounded: Bench) -> None:
     bounded.one.gate = asyncio.Event()
-    two = bounded.sessions.by_name["two"]
+    two = bounded.two
     two.gate = bounded.one.gate
     running = [asyncio.create_task(bounded.post("chat/completions", headers={"Idempotency-Key": k})) for k in "ab"]
     await until(lambda: bounded.one.waiting == 2)

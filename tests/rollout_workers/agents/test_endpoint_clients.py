@@ -12,8 +12,10 @@ import pytest
 
 from headway.rollout_workers.agents.conversation import ParsedAnswer, ToolCall
 from headway.rollout_workers.agents.endpoint.connections import EndpointSettings
+from headway.rollout_workers.agents.endpoint.server import Endpoint
 
-from .scripted import TOOL
+from .scripted import TOOL, ScriptedSessions
+from .sessions import Attempt, Engine
 from .test_endpoint import Bench, opened, until
 
 openai: Any = pytest.importorskip("openai", reason="OpenAI's client is not installed: make test-agents")
@@ -175,6 +177,65 @@ async def test_openai_waits_where_the_endpoint_has_no_room(open_ai: Any) -> None
         bench.one.gate.set()
         answers = await asyncio.gather(*asking)
     assert sorted(one.choices[0].message.content for one in answers) == ["answer 1", "answer 2"]
+
+
+ARGUMENTS = '{"b":2, "a": [1.0, "ü"]}'
+"""As no client writes it that has read it."""
+
+
+async def play_chat(client: Any, url: str) -> None:
+    async with client.AsyncOpenAI(base_url=url, api_key="x") as talk:
+        messages = [*HI]
+        for _ in range(3):
+            answer = await talk.chat.completions.create(model="x", messages=messages, tools=[TOOL])
+            messages.append(answer.choices[0].message)
+            for call in answer.choices[0].message.tool_calls or []:
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "found"})
+
+
+async def play_responses(client: Any, url: str) -> None:
+    tool = {"type": "function", **TOOL["function"]}
+    async with client.AsyncOpenAI(base_url=url, api_key="x") as talk:
+        said: list[Any] = [*HI]
+        for _ in range(3):
+            async with talk.responses.stream(model="x", input=said, tools=[tool]) as stream:
+                answer = await stream.get_final_response()
+            for one in answer.output:
+                said.append(one.model_dump())
+                if one.type == "function_call":
+                    said.append({"type": "function_call_output", "call_id": one.call_id, "output": "found"})
+
+
+async def play_messages(client: Any, url: str) -> None:
+    tool = {"name": "look_up", "input_schema": SCHEMA}
+    async with client.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key="x") as talk:
+        said: list[Any] = [*HI]
+        for _ in range(3):
+            async with talk.messages.stream(model="x", max_tokens=99, messages=said, tools=[tool]) as stream:
+                answer = await stream.get_final_message()
+            calls = [one.id for one in answer.content if one.type == "tool_use"]
+            results = [{"type": "tool_result", "tool_use_id": one, "content": "found"} for one in calls]
+            said += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+
+
+@pytest.mark.parametrize(
+    ("client", "play"), [(openai, play_chat), (openai, play_responses), (anthropic, play_messages)]
+)
+async def test_an_unchanged_agent_goes_on_with_the_tokens_that_were_sampled(client: Any, play: Any) -> None:
+    engine = Engine(f"!look_up {ARGUMENTS}", "!look_up {broken", "done")
+    attempt, sessions = Attempt(engine), ScriptedSessions()
+    sessions.by_name["one"] = attempt.session
+    endpoint = await Endpoint.start(sessions)
+    try:
+        await play(client, endpoint.url_of("one"))
+    finally:
+        await endpoint.close()
+    assert attempt.session.counts["turns"] == 3
+    assert attempt.session.counts["forks"] == 0
+    for number in (1, 2):
+        before = attempt.recorder.turn(number - 1)
+        row = [*before.context, *before.token_ids]
+        assert engine.asked[number].prompt_tokens[: len(row)] == row
 
 
 @pytest.mark.parametrize("ignores", [False, True])
