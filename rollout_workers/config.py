@@ -230,7 +230,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             " that an episode reads and samples after its first prompt"
         ),
     ] = None
-    turn_s: Annotated[float, Meta(gt=0, description="seconds for one answer of the model, waiting included")] = 600.0
+    turn_s: Annotated[float, Meta(gt=0, description="seconds for one answer of the model, waiting included")] = 300.0
     episode_s: Annotated[float, Meta(gt=0, description="seconds for a whole episode, scoring included")] = 1800.0
     ignore_sampling: Annotated[
         bool,
