@@ -1,5 +1,6 @@
 """The examples that warm a model up for the calculator are, token for token, what an episode of theirs is."""
 
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import msgspec
 import pytest
 
 from headway.broker.user_code.import_paths import ImportRoots
+from headway.deploy.recipe.resolve import load_recipe
 from headway.learner.config import ModelConfig, RandomModelConfig, SftPhaseConfig
 from headway.learner.data.examples import Example, open_examples
 from headway.learner.data.prompts.arithmetic import OPERATORS
@@ -60,6 +62,23 @@ class Tokens:
         self.prompt_length = self.prompt_length or len(token_ids)
 
 
+async def compare(tokenizer: Any, form: ChatFormat, config: SftPhaseConfig, instructions: str, modulus: int) -> None:
+    """Play the first examples as episodes; their tokens, and what is trained of them, are the examples'."""
+    agent = Calculator(CalculatorOptions(instructions=instructions), ImportRoots(), "agent.options")
+    for example in islice(open_examples(config, 0), 50):
+        played = Tokens(form, tokenizer, example)
+        (chain,) = re.findall(r"\^[-+*0-9]+=", example.query)
+        truth = re.findall(r"#(\d+)", example.response)[0]
+        task = Task(id="t", text=chain, messages=[{"role": "user", "content": chain}],
+                    ground_truth=truth, extra_info={"modulus": modulus})  # fmt: skip
+        outcome = await agent.rollout(Episode("", "", played.call), task)
+        assert isinstance(outcome, dict)
+        assert (outcome["reward"], outcome["tool_errors"]) == (1.0, 0.0)
+        trained = tokenize(example, tokenizer, Renderer(tokenizer))
+        assert trained.token_ids.tolist() == played.token_ids
+        assert [0] * trained.prompt_length + trained.loss_mask.tolist() == played.mask
+
+
 @pytest.mark.parametrize("careless", [{}, {"error_rate": 0.3, "skip_rate": 0.4}])
 async def test_examples_are_the_tokens_of_their_episodes(tmp_path: Path, careless: dict[str, float]) -> None:
     alphabet = "0123456789=#^?" + OPERATORS + "".join(MARKS.values())
@@ -68,15 +87,21 @@ async def test_examples_are_the_tokens_of_their_episodes(tmp_path: Path, careles
     options = AgentFormatOptions(**MARKS, unknown_character="?")
     form = open_format(tmp_path, (tokenizer.eos_token_id,), "plain", options=options)
     config = SftPhaseConfig(kind="calculator", options={"task_options": CHAINS, "marks": MARKS, **careless})
-    agent = Calculator(CalculatorOptions(), ImportRoots(), "agent.options")
-    for example in islice(open_examples(config, 0), 50):
-        played = Tokens(form, tokenizer, example)
-        truth = example.response.removeprefix("#")
-        task = Task(id="t", text=example.query, messages=[{"role": "user", "content": example.query}],
-                    ground_truth=truth, extra_info={"modulus": 100})  # fmt: skip
-        outcome = await agent.rollout(Episode("", "", played.call), task)
-        assert isinstance(outcome, dict)
-        assert (outcome["reward"], outcome["tool_errors"]) == (1.0, 0.0)
-        trained = tokenize(example, tokenizer, Renderer(tokenizer))
-        assert trained.token_ids.tolist() == played.token_ids
-        assert [0] * trained.prompt_length + trained.loss_mask.tolist() == played.mask
+    await compare(tokenizer, form, config, "", 100)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+async def test_the_marks_of_a_recipe_are_those_of_chatml(tmp_path: Path, phase: int) -> None:
+    recipe = load_recipe("gpu/agent-tools.yaml")
+    alphabet = "".join(map(chr, [*range(32, 127), *range(161, 256)])) + "\n"
+    tokenizer: Any = load_tokenizer(ModelConfig(random=RandomModelConfig(architecture="qwen3", alphabet=alphabet)))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    form = open_format(tmp_path, (tokenizer.eos_token_id,), recipe.agent.format.kind)
+    config = recipe.warm_up[phase]
+    modulus = recipe.prompts.options["modulus"]
+    await compare(tokenizer, form, config, str(recipe.agent.options["instructions"]), modulus)
