@@ -102,7 +102,8 @@ class Sandbox(ABC):
                 outcome="refused", error=f"The code and its input have {size} bytes; {self.options.input_bytes} may be."
             )
         for name in files:
-            if "\0" in name or not name or name.startswith("/") or {"..", "."} & set(PurePosixPath(name).parts):
+            parts = PurePosixPath(name).parts
+            if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
                 return Ran(
                     outcome="refused", error=f"A file is to be named relative to where the code runs, not {name!r}."
                 )

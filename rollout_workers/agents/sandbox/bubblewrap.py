@@ -19,8 +19,9 @@ class BubblewrapSandbox(LaunchedSandbox):
     def command(self) -> Command:
         """Return what the launcher is to start for one run."""
         python, library = interpreter()
+        bwrap = shutil.which(self.options.bubblewrap_command) or self.options.bubblewrap_command
         return Command(
-            argv=[self.options.bubblewrap_command, *arguments(self.options, library), *bootstrap_argv(python)],
+            argv=[bwrap, *arguments(self.options, library), *bootstrap_argv(python)],
             own_tasks=2,  # bwrap outside, and its init process inside
             chdir=SCRATCH,
             limits_processes=os.getuid() != 0,  # the kernel doesn't count processes of root

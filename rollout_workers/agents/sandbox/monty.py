@@ -67,7 +67,8 @@ class MontySandbox(Sandbox):
         directory = Path(tempfile.mkdtemp(prefix="headway-sandbox-"))
         told = _Told(self.options.output_bytes)
         try:
-            _write(directory, files)
+            if error := _write(directory, files):
+                return Ran(outcome="refused", error=error)
             outcome, error = await self._fed(code, directory, told, stdin)
         except BaseException:
             await self._end()
@@ -124,7 +125,8 @@ class MontySandbox(Sandbox):
                     "max_feed_duration_secs": options.seconds,
                     "max_memory": options.memory_bytes,
                     "max_suspensions": 1 << 30,  # the run's time bounds them
-                }
+                },
+                os_policy={"sleep": "zero"},  # the interpreter's limit of time leaves sleeps out
             )
             self._session = await session.__aenter__()
             bound = options.memory_bytes + SPARE_BYTES
@@ -178,11 +180,16 @@ class _Told:
             feed.cancel()  # which ends the process, if it runs still
 
 
-def _write(directory: Path, files: Mapping[str, bytes]) -> None:
+def _write(directory: Path, files: Mapping[str, bytes]) -> str:
+    """Write files; return why one cannot be written, or ""."""
     for name, content in files.items():
         path = directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            return f"The file {name!r} cannot be written: {error}"
+    return ""
 
 
 def _line(lines: Iterator[str]) -> str:
