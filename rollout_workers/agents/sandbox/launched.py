@@ -110,9 +110,10 @@ class LaunchedSandbox(Sandbox):
             assert launcher.stdout is not None
             with contextlib.suppress(TimeoutError, ConnectionError):
                 async with asyncio.timeout(self.options.seconds + GRACE_SECONDS):
-                    launcher.stdin.write(asked)
-                    await launcher.stdin.drain()
-                    answer = await launcher.stdout.read()
+                    if not self.is_closed:  # meanwhile
+                        launcher.stdin.write(asked)
+                        await launcher.stdin.drain()
+                        answer = await launcher.stdout.read()
         finally:
             await _ended(launcher)
             self._launcher = None

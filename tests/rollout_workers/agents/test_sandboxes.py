@@ -215,7 +215,7 @@ asyncio.run({type(cpython).__name__}(PATIENT).run({NAMES_ITSELF.format(name=name
     await until(lambda: not named(name))
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("monty", 300), *((kind, 10) for kind in CPYTHON)])
+@pytest.mark.parametrize(("kind", "runs"), [("monty", 300), *((kind, 3) for kind in CPYTHON)])
 async def test_runs_leave_nothing(kind: str, runs: int) -> None:
     await leaves_nothing(kind, runs)
 
@@ -235,7 +235,7 @@ async def leaves_nothing(kind: str, runs: int) -> None:
             await opened.run(codes[number % len(codes)])
             await opened.run("print(2)", {"a": b"b"})
 
-    for number in range(6):
+    for number in range(2):
         await episode(number)
     before = process.num_fds(), process.memory_info().rss
     for number in range(runs):
