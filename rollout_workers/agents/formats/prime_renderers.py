@@ -19,6 +19,7 @@ from .vocabulary import Vocabulary
 
 _ASKED = {"role": "user", "content": "question"}
 _CUT = "\ue000"
+_UNCLOSED = "unclosed_block"
 
 
 class PrimeRenderers:
@@ -52,6 +53,8 @@ class PrimeRenderers:
         if begin is None:
             return None
         prompt, answer = list(previous[:begin]), list(previous[begin:])
+        if not self._is_ended(answer) and self._is_open(answer, tools):
+            return None
         try:
             found = self._checked(new_messages, tools)
             bridged = self._renderer.bridge_to_next_turn(prompt, answer, found, tools=list(tools) or None)
@@ -64,7 +67,7 @@ class PrimeRenderers:
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> ParsedAnswer:
         """Return the parts of an answer. What the renderer fails to read is content."""
         try:
-            read = self._renderer.parse_response(list(token_ids), tools=list(tools) or None)
+            read = self._read(token_ids, tools)
             calls = [call for call in map(_call, read.tool_calls if tools else ()) if call is not None]
             reasoning = read.reasoning_content or ""
         except Exception:  # noqa: BLE001 - any tokens are an answer
@@ -74,8 +77,22 @@ class PrimeRenderers:
         return ParsedAnswer(content=read.content or "", tool_calls=numbered(calls), reasoning=reasoning)
 
     def _as_text(self, token_ids: Sequence[int]) -> ParsedAnswer:
-        is_ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
-        return ParsedAnswer(content=self._vocabulary.decode(token_ids[:-1] if is_ended else token_ids))
+        return ParsedAnswer(content=self._vocabulary.decode(token_ids[: len(token_ids) - self._is_ended(token_ids)]))
+
+    def _is_ended(self, answer: Sequence[int]) -> bool:
+        return bool(answer) and answer[-1] in self.stop_token_ids
+
+    def _is_open(self, answer: list[int], tools: Sequence[Tool]) -> bool:
+        """Return whether an answer ends in the middle of a thought or a call, as far as the renderer can tell."""
+        try:
+            read = self._read(answer, tools)
+        except Exception:  # noqa: BLE001 - any tokens are an answer
+            return True
+        return read.reasoning_complete is False or any(call.status == _UNCLOSED for call in read.tool_calls if tools)
+
+    def _read(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> Any:
+        # The beginning of an answer tells the renderer whether the prompt has begun a thought.
+        return self._renderer.parse_response(list(token_ids), tools=list(tools) or None, prompt_ids=list(self._opening))
 
     def _begin_of_answer(self, previous: Sequence[int]) -> int | None:
         length = len(self._opening)
@@ -118,7 +135,9 @@ def _opened(tokenizer: Any, options: AgentFormatOptions) -> Any:
 
 
 def _call(call: Any) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call; None if it has no name."""
+    """Return the name and the arguments of a call; None if it has no name, or no end."""
+    if call.status == _UNCLOSED:
+        return None
     if call.name:
         given = call.arguments
         return call.name, given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)

@@ -115,6 +115,7 @@ def test_an_answer_that_its_length_cut_is_closed(of_kind: Callable[[str], Opened
         ("headers", '{"name": "lookup", "parameters": {"wor'),
         ("headers", "<|python_tag|>"),
         ("plain", "it is [4*"),
+        *([("renderers", '<tool_call>\n{"name": "lookup", "argu')] if "renderers" in KINDS else []),
     ],
 )
 def test_an_answer_cut_within_a_call_or_a_thought_has_no_bridge(
