@@ -19,6 +19,7 @@ from headway.learner.data.examples import open_examples
 from headway.learner.data.prompts import open_source
 from headway.learner.stages import open_stage
 from headway.learner.stages.base import Stage
+from headway.rollout_workers.agents.formats import open_format
 from headway.rollout_workers.config import EngineConfig, EnvironmentConfig, RewardConfig
 from headway.rollout_workers.engines import open_engine
 from headway.rollout_workers.environments import open_environment
@@ -90,6 +91,11 @@ OPENERS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
         "step",
         "environment.kind",
         lambda own: asyncio.run(open_environment(EnvironmentConfig(kind=own), ImportRoots((own,)))),
+    ),
+    "headway.rollout_workers.agents.conversation:ChatFormat": (
+        "bridge",
+        "agent.format.kind",
+        lambda own: open_format(Path(), (0,), own, roots=ImportRoots((own,))),
     ),
     "headway.deploy.observe.sinks.base:MetricSink": (
         "write",

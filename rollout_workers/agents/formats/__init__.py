@@ -34,6 +34,8 @@ What goes wrong, and what becomes of it:
 | a call that states no arguments | "" as its arguments; `{}` where it is rendered |
 | calls where the conversation has no tools | content |
 | arguments in a message: white space, `false`, 1e3, doubled keys | rendered as they are, never parsed |
+| a message has reasoning that the template does not write | it is left out |
+| two messages of the user or the system in a row, without marks between them (plain) | FormatError |
 | a template with today's date (Llama 3.2) | prompts of two days differ; turns that are recorded do not |
 | the user's text has a character that the tokenizer lacks (plain) | FormatError, or the option `unknown_character` |
 """
@@ -42,12 +44,15 @@ from pathlib import Path
 from typing import Any
 
 from headway.broker.errors import ConfigError
+from headway.broker.user_code.import_paths import ImportRoots, load_custom
+from headway.broker.user_code.kinds import unknown_kind
 from headway.rollout_workers.agents.conversation import ChatFormat, FormatError
 
 from .options import AgentFormatOptions
 
 KINDS = ("auto", "chatml", "llama3", "plain", "renderers")
 
+_WHERE = "agent.format.kind"
 _TOKENS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -61,12 +66,22 @@ def open_format(
     kind: str = "auto",
     template: str | None = None,
     options: AgentFormatOptions = AgentFormatOptions(),  # noqa: B008 - frozen
+    roots: ImportRoots | None = None,
 ) -> ChatFormat:
     """Return the format of the model in a directory, which needs no weights.
 
-    `end_tokens`: those at which the engine ends an answer, at least one. `template`: a chat template in the place of
-    the tokenizer's. Raises ConfigError for a model that no format is known to fit, and for one that `kind` does not.
+    `end_tokens`: those at which the engine ends an answer, at least one. `kind`: one of KINDS, or your own as
+    package.module:Class, which is called with the directory and these tokens, and may be imported below `roots`.
+    `template`: a chat template in the place of the tokenizer's. Raises ConfigError for a model that no format is known
+    to fit, and for one that `kind` does not fit.
     """
+    if not end_tokens:
+        raise ConfigError("The run names no token at which an answer ends.")
+    if ":" in kind:
+        own: ChatFormat = load_custom(kind, ChatFormat, _WHERE, lambda made: made(model, end_tokens), roots=roots)
+        return own
+    if kind not in KINDS:
+        raise unknown_kind(kind, KINDS, _WHERE)
     from .vocabulary import load_tokenizer
 
     tokenizer = load_tokenizer(model)
@@ -79,15 +94,13 @@ def open_format(
             from .llama3 import Llama3
 
             return _by_template(tokenizer, Llama3(), end_tokens, options, template)
-        case "plain":
-            from .plain import PlainFormat
-
-            return PlainFormat(tokenizer, end_tokens, options)
         case "renderers":
             from .prime_renderers import PrimeRenderers
 
             return PrimeRenderers(tokenizer, end_tokens, options)
-    raise ConfigError(f"There is no agent format {kind!r}; there are {', '.join(KINDS)}.")
+    from .plain import PlainFormat
+
+    return PlainFormat(tokenizer, end_tokens, options)
 
 
 def _kind_of(tokenizer: Any, template: str | None) -> str:
@@ -100,9 +113,9 @@ def _kind_of(tokenizer: Any, template: str | None) -> str:
     if not written:
         return "plain"
     raise ConfigError(
-        "No agent format is known for the model's chat template, which writes neither <|im_start|> nor"
-        " <|start_header_id|>. Give the format `renderers` with the name of a renderer, if that package knows the"
-        " model, or `plain` with marks of your own."
+        f"{_WHERE}: none is known for the model's chat template, which writes neither <|im_start|> nor"
+        " <|start_header_id|>. Give `renderers` with the name of a renderer, if that package knows the model, or"
+        " `plain` with marks of your own."
     )
 
 
@@ -117,10 +130,12 @@ def _by_template(
     from .template import TemplateFormat
 
     if lacking := [text for text in _TOKENS[dialect.name] if text not in _added(tokenizer)]:
-        raise ConfigError(f"The model's tokenizer lacks {lacking[0]}, so its format is not {dialect.name}.")
+        raise ConfigError(
+            f"{_WHERE}={dialect.name}: the model's tokenizer lacks {lacking[0]}, so it has another format."
+        )
     try:
         chat_format = TemplateFormat(tokenizer, dialect, end_tokens, options.template_options, template)
     except FormatError as error:
-        raise ConfigError(f"The agent format {dialect.name} cannot write a question: {error}") from error
+        raise ConfigError(f"{_WHERE}={dialect.name} cannot write a question: {error}") from error
     check_bridges(chat_format)
     return chat_format

@@ -22,7 +22,7 @@ _TOOL: Tool = {
 }
 
 
-class Exchange(NamedTuple):
+class TrialConversation(NamedTuple):
     """A conversation up to an answer, the answer, and what follows it."""
 
     before: list[Message]
@@ -52,55 +52,59 @@ def _found(place: int, content: str) -> Message:
 _ASKED, _ASKED_MORE = _says("user", "What is it?"), _says("user", "And what\n\nelse?")
 _ANSWERED = _says("assistant", "It is this.")
 _CALLED = _calls('{"word": "é", "exact": false}')
-EXCHANGES = (
-    Exchange([_ASKED], _ANSWERED, [_ASKED_MORE], []),
-    Exchange([_says("system", "Be brief."), _ASKED, _ANSWERED, _ASKED], _ANSWERED, [_ASKED_MORE], []),
-    Exchange([_ASKED], _CALLED, [_found(0, "a <b>\n{}")], [_TOOL]),
-    Exchange([_says("system", "Be brief."), _ASKED, _CALLED, _found(0, "1")], _CALLED, [_found(0, "2")], [_TOOL]),
-    Exchange([_ASKED, _CALLED, _found(0, "1")], _ANSWERED, [_ASKED_MORE], [_TOOL]),
-    Exchange([_ASKED], _calls("{}", '{"word":"b"}'), [_found(0, "1"), _found(1, "2")], [_TOOL], is_needed=False),
-    Exchange([_ASKED], _CALLED, [_found(0, "1"), _ASKED_MORE], [_TOOL], is_needed=False),
-    Exchange([_ASKED], _ANSWERED, [_says("system", "Be long."), _ASKED], [], is_needed=False),
+TRIALS = (
+    TrialConversation([_ASKED], _ANSWERED, [_ASKED_MORE], []),
+    TrialConversation([_says("system", "Be brief."), _ASKED, _ANSWERED, _ASKED], _ANSWERED, [_ASKED_MORE], []),
+    TrialConversation([_ASKED], _CALLED, [_found(0, "a <b>\n{}")], [_TOOL]),
+    TrialConversation(
+        [_says("system", "Be brief."), _ASKED, _CALLED, _found(0, "1")], _CALLED, [_found(0, "2")], [_TOOL]
+    ),
+    TrialConversation([_ASKED, _CALLED, _found(0, "1")], _ANSWERED, [_ASKED_MORE], [_TOOL]),
+    TrialConversation(
+        [_ASKED], _calls("{}", '{"word":"b"}'), [_found(0, "1"), _found(1, "2")], [_TOOL], is_needed=False
+    ),
+    TrialConversation([_ASKED], _CALLED, [_found(0, "1"), _ASKED_MORE], [_TOOL], is_needed=False),
+    TrialConversation([_ASKED], _ANSWERED, [_says("system", "Be long."), _ASKED], [], is_needed=False),
 )
 
 
-def check_bridges(chat_format: TemplateFormat, exchanges: Sequence[Exchange] = EXCHANGES) -> None:
+def check_bridges(chat_format: TemplateFormat, trials: Sequence[TrialConversation] = TRIALS) -> None:
     """Raise ConfigError where the template writes behind an answer something else than the format does, in text or in
     tokens, or where the format does not read an answer as the template writes it."""
-    for exchange in exchanges:
+    for trial in trials:
         try:
-            _check(chat_format, exchange)
+            _check(chat_format, trial)
         except FormatError as error:
-            if exchange.is_needed:
+            if trial.is_needed:
                 raise ConfigError(
-                    f"The format {chat_format.name} cannot express a usual conversation: {error}"
+                    f"agent.format.kind={chat_format.name} cannot express a usual conversation: {error}"
                     " Give a template that does (model.chat_template=FILE), or another format."
                 ) from error
 
 
-def _check(chat_format: TemplateFormat, exchange: Exchange) -> None:
-    prompt = chat_format.render(exchange.before, exchange.tools)
-    whole = chat_format.text([*exchange.before, exchange.answer, *exchange.after], exchange.tools)
-    following = chat_format.following_text(exchange.after, exchange.tools)[0]
+def _check(chat_format: TemplateFormat, trial: TrialConversation) -> None:
+    prompt = chat_format.render(trial.before, trial.tools)
+    whole = chat_format.text([*trial.before, trial.answer, *trial.after], trial.tools)
+    following = chat_format.following_text(trial.after, trial.tools)[0]
     if not whole.endswith(following) or not following.endswith(chat_format.opening_text):
         raise _unfit(chat_format, f"{following[:200]!r} does not follow all answers, but depends on the conversation")
     expected = chat_format.vocabulary.encode(whole)
-    bridge = chat_format.bridge([*prompt, chat_format.end], exchange.after, exchange.tools) or []
+    bridge = chat_format.bridge([*prompt, chat_format.end], trial.after, trial.tools) or []
     if not bridge or expected[-len(bridge) - 1 :] != [chat_format.end, *bridge]:
         raise _unfit(chat_format, f"the tokens of {following[:200]!r} are others behind an answer than alone")
-    _check_read(chat_format, exchange, whole[: len(whole) - len(following)])
+    _check_read(chat_format, trial, whole[: len(whole) - len(following)])
 
 
-def _check_read(chat_format: TemplateFormat, exchange: Exchange, text: str) -> None:
+def _check_read(chat_format: TemplateFormat, trial: TrialConversation, text: str) -> None:
     """Raise ConfigError where the answer with which a text ends is not read as it is written."""
     header = chat_format.opening_text.partition("<think>")[0]
     answer = "</think>" * chat_format.begins_thought + text.rpartition(header)[2]
-    read = chat_format.parse([*chat_format.vocabulary.encode(answer), chat_format.end], exchange.tools).message()
+    read = chat_format.parse([*chat_format.vocabulary.encode(answer), chat_format.end], trial.tools).message()
     calls = [call["function"] for call in read.get("tool_calls", ())]
-    if calls != [call["function"] for call in exchange.answer.get("tool_calls", ())]:
+    if calls != [call["function"] for call in trial.answer.get("tool_calls", ())]:
         raise _unfit(chat_format, f"the call in {answer!r} is read as {calls}")
-    if (read["content"] or "").strip() != exchange.answer["content"]:
-        raise _unfit(chat_format, f"the answer {exchange.answer['content']!r} is read as {read['content']!r}")
+    if (read["content"] or "").strip() != trial.answer["content"]:
+        raise _unfit(chat_format, f"the answer {trial.answer['content']!r} is read as {read['content']!r}")
 
 
 def _unfit(chat_format: TemplateFormat, reason: str) -> ConfigError:

@@ -36,16 +36,16 @@ class PlainFormat:
         self._result_begin, self._result_end = self._mark("result_begin"), self._mark("result_end")
         self._input_begin, self._input_end = self._mark("input_begin"), self._mark("input_end")
         if bool(self._call_begin) != bool(self._call_end):
-            raise ConfigError("agent format plain: give both of call_begin and call_end, or neither.")
+            raise ConfigError("agent.format.options: give both of call_begin and call_end, or neither.")
         if options.tool and not self._call_begin:
-            raise ConfigError("agent format plain: `tool` is given, but neither call_begin nor call_end.")
+            raise ConfigError("agent.format.options: `tool` is given, but neither call_begin nor call_end.")
         if len(self._call_end) > 1:
             raise ConfigError(
-                f"agent format plain: call_end is {options.call_end!r}, which is {len(self._call_end)} tokens. It ends"
-                " the model's turn, so it must be one."
+                f"agent.format.options: call_end is {options.call_end!r}, which is {len(self._call_end)} tokens."
+                " It ends the model's turn, so it must be one."
             )
         if self._call_end and (options.call_begin == options.call_end or self._call_end[0] in end_tokens):
-            raise ConfigError("agent format plain: call_end must differ from call_begin and from the end token.")
+            raise ConfigError("agent.format.options: call_end must differ from call_begin and from the end token.")
         self.stop_token_ids = (*end_tokens, *self._call_end)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -86,9 +86,20 @@ class PlainFormat:
         return ParsedAnswer(content=content, tool_calls=numbered([(name, arguments)]))
 
     def _written(self, messages: list[Message]) -> list[int]:
-        if any(one["role"] == other["role"] == "assistant" for one, other in pairwise(messages)):
-            raise FormatError("Two messages of the assistant follow each other.")
+        for one, other in pairwise(messages):
+            roles = one["role"], other["role"]
+            if roles == ("assistant", "assistant"):
+                raise FormatError("Two messages of the assistant follow each other.")
+            if "assistant" not in roles and not self._is_marked_between(*roles):
+                raise FormatError(
+                    f"Messages of the roles {' and '.join(roles)} would run into each other. Put them into one, or mark"
+                    " them by the options input_begin, input_end, result_begin and result_end."
+                )
         return [token for message in messages for token in self._message(message)]
+
+    def _is_marked_between(self, role: str, next_role: str) -> bool:
+        end = self._result_end if role == "tool" else self._input_end
+        return bool(end or (self._result_begin if next_role == "tool" else self._input_begin))
 
     def _message(self, message: Message) -> list[int]:
         content = self._encoded(message["content"])
@@ -157,4 +168,4 @@ class PlainFormat:
         try:
             return self._vocabulary.encode(getattr(self._options, name))
         except FormatError as error:
-            raise ConfigError(f"agent format plain: {name}: {error} Choose characters that the model has.") from error
+            raise ConfigError(f"agent.format.options: {name}: {error} Choose characters that the model has.") from error

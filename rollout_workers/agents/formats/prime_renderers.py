@@ -116,16 +116,14 @@ class PrimeRenderers:
 
 def _opened(tokenizer: Any, options: AgentFormatOptions) -> Any:
     for module in ("renderers", "httpx"):
-        check_extra("agents", module, "The agent format renderers")
+        check_extra("agents", module, "agent.format.kind=renderers")
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP
 
     name = MODEL_RENDERER_MAP.get(options.renderer, options.renderer)
     if name not in set(MODEL_RENDERER_MAP.values()):
         known = ", ".join(sorted(set(MODEL_RENDERER_MAP.values())))
-        raise ConfigError(
-            f"The agent format renderers has no renderer {name!r}. The option `renderer` is one of {known}."
-        )
+        raise ConfigError(f"agent.format.options.renderer: there is no {name!r}. Known: {known}.")
     try:
         # Bridges go on behind thoughts, which are not rendered again. It changes nothing of whole conversations.
         config = type(config_from_name(name))(thinking_retention="all")

@@ -30,7 +30,9 @@ _TOOL: Tool = {
         "parameters": {"type": "object", "properties": {"xkeyx": {"type": "string"}}, "required": ["xkeyx"]},
     },
 }
-_OTHERWISE = "Give the format `renderers`, if that knows the model, or another template (model.chat_template=FILE)."
+_OTHERWISE = (
+    "Give agent.format.kind=renderers, if that knows the model, or another template (model.chat_template=FILE)."
+)
 _ARGUMENTS = '{"xkeyx": "xvaluex"}'
 
 

@@ -191,7 +191,7 @@ REFUSES = NO_TOOLS.replace("{% for", "{{ raise_exception('no system') if message
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (UNKNOWN, "No agent format is known"),
+        (UNKNOWN, "none is known"),
         (XML_CALLS, "arguments of a tool call in another way"),
         (OTHER_CALLS, "is read as"),
         (COUNTS, "depends on the conversation"),
@@ -210,7 +210,7 @@ def test_a_format_that_does_not_fit_the_tokenizer_is_refused(tmp_path: Path) -> 
     ends = save_chat_model(tmp_path, MODELS["bare_chatml"])
     with pytest.raises(ConfigError, match="lacks"):
         open_format(tmp_path, ends, "llama3")
-    with pytest.raises(ConfigError, match="no agent format"):
+    with pytest.raises(ConfigError, match="did you mean 'chatml'"):
         open_format(tmp_path, ends, "chatmll")
 
 
@@ -274,6 +274,7 @@ def test_marks_that_do_not_fit_are_refused(tmp_path: Path, options: AgentFormatO
         ([SUM, called('{"a": 1}', '{"a": 1}'), found("1")], [CALCULATOR], "one tool call"),
         ([SUM, called('{"a": "1]"}'), found("1")], [CALCULATOR], "end of a call"),
         ([SUM], [CALCULATOR, LOOKUP], "one tool"),
+        ([{"role": "system", "content": "add"}, SUM], [], "run into"),
         ([SUM, called('{"a": 12}'), found("1")], [CALCULATOR], None),
     ],
 )
