@@ -17,6 +17,7 @@
     engines/        turn prompts into tokens; `engines/base.py` is the seam
     rewards/        score responses; `rewards/base.py` is the seam
     scorers/        models in processes of their own that score responses: reward models and teachers
+    agents/         programs with tools and state that talk to the model over several turns
     environments.py end an episode after a turn, or say what the model reads next; `Environment` is the seam
     config.py, model_download.py, decoding.py   the user's settings; the model without its weights; tokens as text
 

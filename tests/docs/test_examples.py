@@ -2,7 +2,10 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,9 @@ from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
 from headway.deploy.run.resumable_keys import ANEW, FIXED, RAISED
+from headway.rollout_workers.agents.episode import Episode as AgentEpisode
+from headway.rollout_workers.agents.episode import Task
+from headway.rollout_workers.agents.kinds import KINDS, open_agent
 from headway.rollout_workers.config import EnvironmentConfig
 from headway.rollout_workers.environments import Episode, Step, open_environment
 from headway.rollout_workers.rewards import open_reward
@@ -129,3 +135,34 @@ def test_the_guide_to_resuming_names_every_key_that_may_not_change_freely() -> N
         when: {key for keys, told in rows if told == when for key in re.findall(r"`(.+?)`", keys)} for when in classes
     }
     assert named == {when: set(keys) for when, keys in classes.items()}
+
+
+async def test_the_agent_of_the_guide_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    async def create(model: str, messages: list[dict[str, Any]]) -> Any:
+        asked.append(list(messages))
+        message = SimpleNamespace(content="It is 7." if len(messages) > 1 else "It is 8.")
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    def client(base_url: str, api_key: str) -> Any:
+        assert (base_url, api_key) == ("http://127.0.0.1:1/v1", "key")
+        return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=client))
+    (tmp_path / "my_agent.py").write_text(example("agents.md", "rollout"))
+    monkeypatch.syspath_prepend(tmp_path)
+    agent = open_agent("my_agent:rollout", {}, ImportRoots(directory=tmp_path))
+    task = Task(id="0-1", text="3+4=", messages=[{"role": "user", "content": "3+4="}], ground_truth="7")
+    assert await agent.rollout(AgentEpisode("http://127.0.0.1:1/v1", "key", _refuse), task) == 1.0
+    assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
+
+
+async def _refuse(path: str, asked: Any) -> Any:
+    raise AssertionError(path)
+
+
+def test_the_guide_to_agents_names_every_kind() -> None:
+    table = (GUIDES / "agents.md").read_text().split("## Kinds of agents")[1].split("\n#")[0]
+    named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("|")))
+    assert set(named) == set(KINDS)
