@@ -1,6 +1,6 @@
 """What agent code sees: `async def rollout(episode, task) -> float | dict | None`.
 
-    async def rollout(episode: Episode, task: Task) -> float:
+    async def rollout(episode: AgentEpisode, task: AgentTask) -> float:
         messages = [{"role": "user", "content": task.text}]
         answer = await episode.chat(messages, tools=TOOLS)
         ...
@@ -27,7 +27,7 @@ class EpisodeOverError(HeadwayError):
     """The episode takes no more calls: it has ended, or another worker plays it now."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent is to do: a prompt of the run, and the number of this sample of it."""
 
     id: str
@@ -45,7 +45,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The same for all samples of a group and all attempts: seed what the task draws with it."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class AgentAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One turn of the model."""
 
     content: str
@@ -69,7 +69,7 @@ Outcome = float | Mapping[str, float] | None
 the run's reward functions score the last answer."""
 
 
-class Episode:
+class AgentEpisode:
     """A model to talk to. Each call is one turn of a tree: a call that repeats the conversation so far goes on with the
     very tokens that were sampled; any other call begins a branch."""
 
@@ -83,12 +83,12 @@ class Episode:
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, max_tokens: int | None = None
-    ) -> Answer:
+    ) -> AgentAnswer:
         """Have the model answer a conversation. Raises AgentCallError for a call that cannot be honoured."""
         asked: dict[str, Any] = {"messages": list(messages), "tools": list(tools)}
         return await self._answered(asked | ({} if max_tokens is None else {"max_tokens": max_tokens}))
 
-    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int | None = None) -> Answer:
+    async def generate(self, prompt_token_ids: Sequence[int], *, max_tokens: int | None = None) -> AgentAnswer:
         """Have the model go on after these tokens."""
         asked: dict[str, Any] = {"prompt_token_ids": list(prompt_token_ids)}
         return await self._answered(asked | ({} if max_tokens is None else {"max_tokens": max_tokens}))
@@ -97,5 +97,5 @@ class Episode:
         """Add to the reward of the newest turn."""
         await self._call("reward", {"reward": reward})
 
-    async def _answered(self, asked: dict[str, Any]) -> Answer:
-        return msgspec.convert(await self._call("turn", asked), Answer)
+    async def _answered(self, asked: dict[str, Any]) -> AgentAnswer:
+        return msgspec.convert(await self._call("turn", asked), AgentAnswer)

@@ -19,7 +19,7 @@ from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.rewards.functions import measures, number
 
 from .client import EndpointClient
-from .episode import Episode, Task
+from .episode import AgentEpisode, AgentTask
 
 EPISODES = 1024
 """Episodes that one process plays at once."""
@@ -64,7 +64,7 @@ class AgentHosts:
         return cls(pool, resume)
 
     async def play(
-        self, task: Task, base_url: str, api_key: str, *, deadline_s: float, on_lost: Callable[[], None]
+        self, task: AgentTask, base_url: str, api_key: str, *, deadline_s: float, on_lost: Callable[[], None]
     ) -> Played:
         """Play an episode. One whose process was lost is played once more, once `on_lost` was called.
 
@@ -97,8 +97,8 @@ class HostedAgent:
 
     async def play(self, task: Any, base_url: str, api_key: str) -> Any:
         """Play one episode, and return its `Played` as plain data."""
-        episode = Episode(base_url, api_key, partial(self._client.post, base_url))
-        outcome = await self._agent.rollout(episode, msgspec.convert(task, Task))
+        episode = AgentEpisode(base_url, api_key, partial(self._client.post, base_url))
+        outcome = await self._agent.rollout(episode, msgspec.convert(task, AgentTask))
         return _played(outcome)
 
 

@@ -26,7 +26,7 @@ from .calls import Session, SessionEndedError
 from .conversation import ChatFormat
 from .endpoint.connections import EndpointSettings
 from .endpoint.server import Endpoint
-from .episode import Task
+from .episode import AgentTask
 from .formats import open_format
 from .formats.options import AgentFormatOptions
 from .hosted import AgentHosts, Played
@@ -205,9 +205,9 @@ class OpenSessions:
         return self.open[name]
 
 
-def _task(sample: PlayedSample) -> Task:
+def _task(sample: PlayedSample) -> AgentTask:
     prompt = sample.prompt
-    return Task(
+    return AgentTask(
         id=prompt.group,
         text=prompt.text,
         messages=prompt.messages or [{"role": "user", "content": prompt.text}],

@@ -8,7 +8,7 @@ import msgspec
 
 from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, Session
 from headway.rollout_workers.agents.conversation import ToolCall
-from headway.rollout_workers.agents.episode import Answer
+from headway.rollout_workers.agents.episode import AgentAnswer
 
 from .dialect import Asked, OpenAIErrors
 from .fields import SAMPLING, items, refusal
@@ -86,7 +86,7 @@ class Native(OpenAIErrors):
         """Return the body of a response."""
         message = answer.message
         calls = (ToolCall(id=one["id"], **one["function"]) for one in message.get("tool_calls") or [])
-        turn = Answer(
+        turn = AgentAnswer(
             content=message.get("content") or "",
             tool_calls=tuple(calls),
             message=message,

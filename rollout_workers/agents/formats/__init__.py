@@ -1,6 +1,6 @@
 """Formats write conversations as one family of models reads them, and read what the model wrote.
 
-    open_format ──► chatml.py, llama3.py  dialects of tool calls ─┐
+    open_format ──► chatml.py, llama3.py  markups of tool calls ─┐
                                                                   ├─► template.py: the model's own chat template
                     checks.py: bridges compared at opening ───────┘
                     plain.py            marks of the options, for models without a template
@@ -124,18 +124,18 @@ def _added(tokenizer: Any) -> set[str]:
 
 
 def _by_template(
-    tokenizer: Any, dialect: Any, end_tokens: tuple[int, ...], options: AgentFormatOptions, template: str | None
+    tokenizer: Any, markup: Any, end_tokens: tuple[int, ...], options: AgentFormatOptions, template: str | None
 ) -> ChatFormat:
     from .checks import check_bridges
     from .template import TemplateFormat
 
-    if lacking := [text for text in _TOKENS[dialect.name] if text not in _added(tokenizer)]:
+    if lacking := [text for text in _TOKENS[markup.name] if text not in _added(tokenizer)]:
         raise ConfigError(
-            f"{_WHERE}={dialect.name}: the model's tokenizer lacks {lacking[0]}, so it has another format."
+            f"{_WHERE}={markup.name}: the model's tokenizer lacks {lacking[0]}, so it has another format."
         )
     try:
-        chat_format = TemplateFormat(tokenizer, dialect, end_tokens, options.template_options, template)
+        chat_format = TemplateFormat(tokenizer, markup, end_tokens, options.template_options, template)
     except FormatError as error:
-        raise ConfigError(f"{_WHERE}={dialect.name} cannot write a question: {error}") from error
+        raise ConfigError(f"{_WHERE}={markup.name} cannot write a question: {error}") from error
     check_bridges(chat_format)
     return chat_format

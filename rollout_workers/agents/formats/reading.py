@@ -22,7 +22,7 @@ class Reading(NamedTuple):
     """Whether the text ends in the middle of a call."""
 
 
-class Dialect(Protocol):
+class Markup(Protocol):
     """The way in which a family of models writes calls of tools."""
 
     name: str

@@ -15,7 +15,7 @@ from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents.conversation import FormatError, Message, ParsedAnswer, Tool
 
 from .messages import check_asks, checked
-from .reading import Dialect, Reading, Thought, numbered, split_thought
+from .reading import Markup, Reading, Thought, numbered, split_thought
 from .vocabulary import Vocabulary
 
 _ASKED: Message = {"role": "user", "content": "question"}
@@ -59,23 +59,23 @@ class Marks(NamedTuple):
 
 
 class TemplateFormat:
-    """A format of models whose turns end with a token, by their template and the dialect of their tool calls."""
+    """A format of models whose turns end with a token, by their template and the markup of their tool calls."""
 
     def __init__(
-        self, tokenizer: Any, dialect: Dialect, end_tokens: Sequence[int], options: dict[str, Any], template: str | None
+        self, tokenizer: Any, markup: Markup, end_tokens: Sequence[int], options: dict[str, Any], template: str | None
     ) -> None:
         """`template`: in the place of the tokenizer's own. Raises ConfigError for a template that does not fit."""
-        self.name = dialect.name
+        self.name = markup.name
         self.vocabulary = Vocabulary(tokenizer)
-        self._tokenizer, self._dialect, self._options = tokenizer, dialect, options
-        self._template = template or (None if tokenizer.chat_template else dialect.template)
+        self._tokenizer, self._markup, self._options = tokenizer, markup, options
+        self._template = template or (None if tokenizer.chat_template else markup.template)
         self._has_guarded = False
         self.writes_tools = self._writes_tools()
         self.writes_reasoning = self._writes_reasoning()
         self.opening_text = self._opening_text()
         self._opening = self.vocabulary.encode(self.opening_text)
         self.end_text, self.end = self._turn_end()
-        closing = [self.vocabulary.added[text] for text in dialect.closing if text in self.vocabulary.added]
+        closing = [self.vocabulary.added[text] for text in markup.closing if text in self.vocabulary.added]
         self._closing = frozenset((self.end, *closing))
         self.stop_token_ids = tuple(dict.fromkeys((*end_tokens, self.end, *closing)))
         self.begins_thought = self.opening_text.rfind("<think>") > self.opening_text.rfind("</think>")
@@ -154,14 +154,14 @@ class TemplateFormat:
         thought = Thought("", text, False)
         if self.writes_reasoning or self.begins_thought:
             thought = split_thought(text, self.begins_thought)
-        return thought, self._dialect.read(thought.rest, is_ended) if tools else Reading(thought.rest)
+        return thought, self._markup.read(thought.rest, is_ended) if tools else Reading(thought.rest)
 
     def _text(self, messages: list[Message], tools: Sequence[Tool], marks: Marks, *, opens: bool = True) -> str:
         """Return the text of checked messages, with cuts."""
         guarded = [self._guarded(message, marks.cut) for message in messages]
         written = [self._guarded_tool(tool, marks.cut) for tool in tools]
         if not self.writes_tools:
-            guarded, written = self._dialect.as_text(guarded, written), []
+            guarded, written = self._markup.as_text(guarded, written), []
         given, arguments = _with_marked_arguments(guarded, marks.argument)
         text = self._rendered(given, written, opens=opens)
         if marks.cut in text and not self._has_guarded:
@@ -217,7 +217,7 @@ class TemplateFormat:
         return [self._guarded_tool(each, cut) for each in part] if isinstance(part, list | tuple) else part
 
     def _writes_tools(self) -> bool:
-        """Return whether the template writes tools. Raises ConfigError if it does not write calls as the dialect."""
+        """Return whether the template writes tools. Raises ConfigError if it does not write calls as the markup."""
         self.writes_tools = True  # while this is found out
         if _PROBE not in self.text([_ASKED], [_TOOL]):
             return False

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 from headway.rollout_workers.rewards.functions import measures, number
 
 Resume = Literal["replay", "restart"]
@@ -37,7 +37,7 @@ class Agent(Protocol):
     resume: Resume
     """What becomes of an episode whose worker was lost."""
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. When it returns, raises or is cancelled, all that the episode held is freed."""
         ...
 
@@ -68,7 +68,7 @@ def resume_of(own: object, where: str, default: Resume = "replay") -> Resume:
             raise ConfigError(f"{where}: its attribute resume is {other!r:.100}; it must be 'replay' or 'restart'.")
 
 
-def row_of(task: Task) -> dict[str, Any]:
+def row_of(task: AgentTask) -> dict[str, Any]:
     """Return a task as the row of a dataset that it was."""
     ours = {"prompt": task.messages, "ground_truth": task.ground_truth, "data_source": task.data_source}
     return {**ours, **task.extra_info}

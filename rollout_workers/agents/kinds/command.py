@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from headway.broker.errors import HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .base import Resume, check_program, finite, numbers_of, outcome, program_path
 from .threads import uncancelled
@@ -67,7 +67,7 @@ class CommandAgent:
         self._guard = _Guard()
         self.resume: Resume = options.resume
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ProgramFailedError."""
         directory = Path(tempfile.mkdtemp(prefix="headway-agent-"))
         process: asyncio.subprocess.Process | None = None
@@ -105,7 +105,7 @@ class CommandAgent:
             start_new_session=True,
         )
 
-    def _environment(self, episode: Episode, task_file: Path) -> dict[str, str]:
+    def _environment(self, episode: AgentEpisode, task_file: Path) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_PASSED_ON)}
         local = ",".join(filter(None, (inherited.get("NO_PROXY"), "127.0.0.1,localhost")))
         return {

@@ -18,7 +18,7 @@ import msgspec
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall
-from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
 
 from .base import (
     Resume,
@@ -75,7 +75,7 @@ class EnvironmentAgent:
         if isinstance(self._make, type):
             check_methods(self._make, ["reset", "step"], "an environment", self._key)
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         thread, step_s = EpisodeThread(), self._options.step_s
         own: Any = None
@@ -87,13 +87,13 @@ class EnvironmentAgent:
             closing = getattr(own, "close", None)
             await thread.close(*([closing] if callable(closing) else []))
 
-    async def _play(self, own: Any, thread: EpisodeThread, episode: Episode, task: Task) -> Outcome:
+    async def _play(self, own: Any, thread: EpisodeThread, episode: AgentEpisode, task: AgentTask) -> Outcome:
         tools: Sequence[Tool] = getattr(own, "tools", ())
         first = await thread.call(own.reset, task, deadline_s=self._options.step_s)
         messages = begin(self._first(first, task), self._options.system_prompt)
         measures = dict[str, float]()
 
-        async def reply(answer: Answer) -> TurnReply:
+        async def reply(answer: AgentAnswer) -> TurnReply:
             messages, reward, is_done = list[Message](), 0.0, False
             for action in _actions(answer, bool(tools)):
                 step = _step(await thread.call(own.step, action, deadline_s=self._options.step_s), self._what("step"))
@@ -107,7 +107,7 @@ class EnvironmentAgent:
         turns = await play(episode, messages, reply, self._options.max_turns, self._what("step"), tools)
         return outcome(0.0, {**measures, "steps": float(turns)}) if turns else None
 
-    def _first(self, said: Any, task: Task) -> list[Message]:
+    def _first(self, said: Any, task: AgentTask) -> list[Message]:
         if isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Mapping):
             said = said[0]
         if said is None:
@@ -130,7 +130,7 @@ class EnvironmentAgent:
         """Do nothing: episodes share nothing."""
 
 
-def _actions(answer: Answer, has_tools: bool) -> Sequence[str | ToolCall]:
+def _actions(answer: AgentAnswer, has_tools: bool) -> Sequence[str | ToolCall]:
     """Return what an answer does: its tool calls, or its text."""
     return answer.tool_calls if has_tools and answer.tool_calls else [answer.content]
 

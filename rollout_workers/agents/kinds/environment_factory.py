@@ -17,7 +17,7 @@ import msgspec
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .base import Resume, ShapeError, accepted, begin, check_methods, finite, outcome, resume_of, row_of
 from .threads import EpisodeThread
@@ -55,7 +55,7 @@ class EnvironmentFactoryAgent:
             if not _tool_names(self._factory):
                 raise ConfigError(f"{self._key}: {self._factory.__name__} has no public method that could be a tool.")
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         thread, options = EpisodeThread(), self._options
         own: Any = None

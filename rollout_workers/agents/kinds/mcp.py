@@ -17,7 +17,7 @@ from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Tool
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .base import CallDeadlineError, Resume, begin, check_program, outcome, program_path
 from .toolbox import ArgumentsError, Count, Seconds, Toolbox, ToolFailedError, ToolLimits, converse
@@ -76,7 +76,7 @@ class McpAgent:
         self._directory = roots.directory
         self.resume: Resume = options.resume
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ServerFailedError."""
         options, raised, result = self._options, None, None
         async with _Sessions() as sessions:

@@ -15,7 +15,7 @@ import msgspec
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
 
 from .base import CallDeadlineError, Resume, ShapeError, begin, finite, outcome, truth
 from .threads import uncancelled
@@ -70,7 +70,7 @@ class OpenEnvAgent:
         self._options = options
         self.resume: Resume = options.resume
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         options = self._options
         async with _Connection(self._url, options) as server:
@@ -78,7 +78,7 @@ class OpenEnvAgent:
             seen = self._observed(first["observation"])
             messages = begin(seen or task.messages, options.system_prompt)
 
-            async def reply(answer: Answer) -> TurnReply:
+            async def reply(answer: AgentAnswer) -> TurnReply:
                 step = await server.ask("step", {**options.action, options.action_field: answer.content})
                 reward = None if step.get("reward") is None else finite(step["reward"], f"{self._url}: reward")
                 return TurnReply(

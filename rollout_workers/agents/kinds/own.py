@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots, in_one_paragraph
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .base import Agent, ShapeError, finite, resume_of
 from .threads import EpisodeThread
@@ -28,7 +28,7 @@ class OwnAgent:
         self._path = path
         self.resume = resume_of(own if self._object is None else self._object, f"{where}.kind")
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ShapeError for a result that is no outcome."""
         result = await self._rollout(episode, task)
         if result is None:

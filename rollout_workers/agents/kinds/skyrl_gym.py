@@ -12,7 +12,7 @@ from headway.broker.errors import ConfigError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
 
 from .base import (
     Resume,
@@ -61,7 +61,7 @@ class SkyrlGymAgent:
         check_methods(self._make, ["init", "step"], "an environment of SkyRL-Gym's shape", self._key)
         self.resume: Resume = resume_of(self._make, self._key)
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         thread, options = EpisodeThread(), self._options
         own: Any = None
@@ -74,12 +74,12 @@ class SkyrlGymAgent:
             closing = getattr(own, "close", None)
             await thread.close(*([closing] if callable(closing) else []))
 
-    async def _play(self, own: Any, thread: EpisodeThread, episode: Episode, task: Task) -> Outcome:
+    async def _play(self, own: Any, thread: EpisodeThread, episode: AgentEpisode, task: AgentTask) -> Outcome:
         options, what = self._options, f"{self._options.environment}: step"
         begun = await thread.call(own.init, begin(task.messages, options.system_prompt), deadline_s=options.step_s)
         messages = _begun(begun, f"{options.environment}: init")
 
-        async def reply(answer: Answer) -> TurnReply:
+        async def reply(answer: AgentAnswer) -> TurnReply:
             step = await thread.call(own.step, answer.content, deadline_s=options.step_s)
             if not isinstance(step, Mapping) or not {"observations", "reward", "done"} <= step.keys():
                 raise ShapeError(f"{what} returned {step!r:.200}; it must return {SHAPE}.")
@@ -90,7 +90,7 @@ class SkyrlGymAgent:
         told = await thread.call(own.get_metrics, deadline_s=options.step_s) if hasattr(own, "get_metrics") else {}
         return outcome(0.0, {**numbers_of(told), "steps": float(turns)}) if turns else None
 
-    def _extras(self, task: Task) -> dict[str, Any]:
+    def _extras(self, task: AgentTask) -> dict[str, Any]:
         """Return the row, with the ground truth where SkyRL's and verl's environments look for it."""
         truth = {"ground_truth": task.ground_truth}
         ours = {"reward_spec": truth, "reward_model": truth, "max_turns": self._options.max_turns}

@@ -17,7 +17,7 @@ from headway.broker.errors import ConfigError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
 
 from .base import Resume, ShapeError, begin, cut, finite, outcome, truth
 from .threads import EpisodeThread
@@ -55,7 +55,7 @@ class TextArenaAgent:
         self._options = options
         _check_game(options.game, f"{where}.game")
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         name = str(task.extra_info.get("game", self._options.game))
         _check_game(name, f"the field game of the task {task.id}")
@@ -65,7 +65,7 @@ class TextArenaAgent:
             first = await thread.call(game.start, task.seed, deadline_s=self._options.step_s)
             messages = begin(first, self._options.system_prompt)
 
-            async def reply(answer: Answer) -> TurnReply:
+            async def reply(answer: AgentAnswer) -> TurnReply:
                 said, is_done = await thread.call(game.step, answer.content, deadline_s=self._options.step_s)
                 return TurnReply(said, None, is_done)
 

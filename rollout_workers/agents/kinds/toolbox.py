@@ -11,7 +11,7 @@ from msgspec import Meta
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.kinds import did_you_mean
 from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall
-from headway.rollout_workers.agents.episode import Answer, Episode
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode
 
 from .base import CallDeadlineError, cut
 from .threads import EpisodeThread, ExitedError
@@ -134,12 +134,14 @@ def check_names(tools: Iterable[TypedFunction], where: str) -> None:
             raise ConfigError(f"{where}: {count} tools have the name {name}; give each its own.")
 
 
-async def converse(episode: Episode, messages: Sequence[Message], toolbox: Toolbox, max_turns: int) -> list[Message]:
+async def converse(
+    episode: AgentEpisode, messages: Sequence[Message], toolbox: Toolbox, max_turns: int
+) -> list[Message]:
     """Let the model answer and call tools until an answer calls none, is cut, or is the last one that it may give.
     Return the whole conversation."""
     said = list(messages)
     for _ in range(max_turns):
-        answer: Answer = await episode.chat(said, tools=toolbox.schemas)
+        answer: AgentAnswer = await episode.chat(said, tools=toolbox.schemas)
         if answer.is_over:
             break
         said.append(answer.message)

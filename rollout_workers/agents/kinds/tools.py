@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .base import Resume, begin, outcome, resume_of
 from .threads import EpisodeThread
@@ -39,7 +39,7 @@ class ToolsAgent:
         says = [resume_of(function, key, options.resume) for function in loaded]
         self.resume: Resume = "restart" if "restart" in says else options.resume
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         thread = EpisodeThread()
         toolbox = Toolbox([FunctionTool(one, thread) for one in self._functions], self._options)

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Answer, Episode
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode
 
 from .base import ShapeError, cut, messages_of
 from .toolbox import text_of
@@ -20,9 +20,9 @@ class TurnReply(NamedTuple):
 
 
 async def play(
-    episode: Episode,
+    episode: AgentEpisode,
     messages: list[Message],
-    reply: Callable[[Answer], Awaitable[TurnReply]],
+    reply: Callable[[AgentAnswer], Awaitable[TurnReply]],
     max_turns: int,
     what: str,
     tools: Any = (),

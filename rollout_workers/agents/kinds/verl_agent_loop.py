@@ -16,7 +16,7 @@ import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.episode import Answer, Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
 
 from .base import Resume, Settings, ShapeError, accepted, check_methods, finite, numbers_of, outcome, resume_of, row_of
 from .threads import EpisodeThread
@@ -56,7 +56,7 @@ class TokenOutput(msgspec.Struct, kw_only=True):
 class ServerManager:
     """Samples tokens of one episode."""
 
-    def __init__(self, episode: Episode, sampling_params: Mapping[str, Any]) -> None:
+    def __init__(self, episode: AgentEpisode, sampling_params: Mapping[str, Any]) -> None:
         self._episode = episode
         self._sampling_params = sampling_params
 
@@ -102,7 +102,7 @@ class VerlAgentLoopAgent:
         self.resume: Resume = resume_of(self._class, f"{where}.loop")
         self._tokenizer = _tokenizer(options.tokenizer, f"{where}.tokenizer") if options.tokenizer else None
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         options, thread = self._options, EpisodeThread()
         try:
@@ -121,7 +121,7 @@ class VerlAgentLoopAgent:
         measures = {**numbers_of(_read(result, "extra_fields")), "num_turns": float(turns)}
         return outcome(None if reward is None else finite(reward, f"{options.loop}: reward_score"), measures)
 
-    def _parts(self, episode: Episode) -> dict[str, Any]:
+    def _parts(self, episode: AgentEpisode) -> dict[str, Any]:
         config = Settings(self._options.trainer_config)
         return {
             "trainer_config": Settings({"config": config}),
@@ -136,7 +136,7 @@ class VerlAgentLoopAgent:
         """Do nothing: episodes share nothing."""
 
 
-def _output(answer: Answer) -> TokenOutput:
+def _output(answer: AgentAnswer) -> TokenOutput:
     stop = "aborted" if answer.is_over else "completed"
     return TokenOutput(token_ids=list(answer.token_ids), log_probs=list(answer.logprobs), stop_reason=stop)
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .tool_turns import TextTool, ToolError, ToolTurns
 
@@ -47,7 +47,7 @@ class Calculator:
     def __init__(self, options: CalculatorOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ValueError for a prompt without a ground truth or with an unusable modulus."""
         if not isinstance(task.ground_truth, str | int | float):
             raise ValueError(f"task {task.id}: the ground truth {task.ground_truth!r:.80} is no number")
@@ -122,7 +122,7 @@ def _written(value: Fraction, modulus: int) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
 
 
-def _modulus(task: Task) -> int:
+def _modulus(task: AgentTask) -> int:
     modulus: Any = task.extra_info.get("modulus", 0)
     if not isinstance(modulus, int) or modulus < 0:
         raise ValueError(f"task {task.id}: extra_info.modulus is {modulus!r:.80}, which is no number of 0 or more")

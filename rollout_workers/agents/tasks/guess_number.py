@@ -10,7 +10,7 @@ from msgspec import Meta
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 _NUMBER = re.compile(r"-?\d{1,12}(?!\d)")
 
@@ -40,7 +40,7 @@ class GuessNumber:
             raise ConfigError(f"{where}: low {options.low} must be below high {options.high}.")
         self._options = options
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         hidden = random.Random(f"guess_number:{task.seed}").randint(self._options.low, self._options.high)
         messages: list[Message] = [{"role": "user", "content": self._filled(self._options.opening)}]

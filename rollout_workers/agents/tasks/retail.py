@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .retail_desk import COLOURS, ORDERS_EACH, REASONS, Desk, draw_address
 from .tool_turns import ToolTurns
@@ -53,7 +53,7 @@ class Retail:
     def __init__(self, options: RetailOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         rng = random.Random(f"retail:{task.seed}")
         desk = Desk.drawn(rng)

@@ -19,7 +19,7 @@ from msgspec import Meta
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 from .tool_turns import TextTool, ToolTurns
 
@@ -59,7 +59,7 @@ class Retrieval:
         self._options = options
         self._index = PassageIndex(read_passages(Path(options.path), f"{where}.path"))
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ValueError for a ground truth that is neither text nor a list of texts."""
         truths = [task.ground_truth] if isinstance(task.ground_truth, str) else task.ground_truth
         if not isinstance(truths, list) or not truths or not all(isinstance(truth, str) for truth in truths):

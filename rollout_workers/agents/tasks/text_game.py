@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 
 DIRECTIONS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 ROOMS = ("hall", "kitchen", "cellar", "library", "attic", "garden", "stable", "chapel", "study", "workshop", "pantry",
@@ -47,7 +47,7 @@ class TextGame:
     def __init__(self, options: TextGameOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
         house = House.drawn(random.Random(f"text_game:{task.seed}"), self._options.rooms)
         messages: list[Message] = [{"role": "user", "content": f"{RULES}\n\n{house.described()}"}]

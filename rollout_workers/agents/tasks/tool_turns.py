@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall
-from headway.rollout_workers.agents.episode import Episode
+from headway.rollout_workers.agents.episode import AgentEpisode
 
 CALLS_AT_ONCE = 8
 """The most tool calls of one turn that are carried out."""
@@ -40,7 +40,7 @@ class TextTool:
 class ToolTurns:
     """The turns of one episode."""
 
-    episode: Episode
+    episode: AgentEpisode
     messages: list[Message]
     """The conversation so far; turns are added to it."""
     tools: Sequence[TextTool]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.rollout_workers.agents.conversation import Message, ParsedAnswer, Tool
-from headway.rollout_workers.agents.episode import Episode, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask
 
 USER, ASSISTANT = 62, 63
 STOPS = tuple(range(0, 56, 8))
@@ -35,7 +35,7 @@ class NumberFormat:
         return ParsedAnswer(content=" ".join(map(str, token_ids)))
 
 
-async def talk(episode: Episode, task: Task) -> dict[str, float]:
+async def talk(episode: AgentEpisode, task: AgentTask) -> dict[str, float]:
     """Ask on after each answer; the reward is the number of turns."""
     messages: list[Message] = [{"role": "user", "content": f"{2 + task.seed % 40} 7"}]
     turns = 0
@@ -49,7 +49,7 @@ async def talk(episode: Episode, task: Task) -> dict[str, float]:
     return {"reward": float(turns), "asked": float(turns)}
 
 
-async def explore(episode: Episode, task: Task) -> float:
+async def explore(episode: AgentEpisode, task: AgentTask) -> float:
     """Ask twice at a time, then go on from the first answer, with a title in between."""
     first: list[Message] = [{"role": "user", "content": "9 9"}]
     one, _ = await asyncio.gather(episode.chat(first, max_tokens=12), episode.chat(first, max_tokens=12))
@@ -58,18 +58,18 @@ async def explore(episode: Episode, task: Task) -> float:
     return 1.0
 
 
-async def fail(episode: Episode, task: Task) -> float:
+async def fail(episode: AgentEpisode, task: AgentTask) -> float:
     """Raise after a turn."""
     await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
     raise KeyError("lost")
 
 
-async def leave(episode: Episode, task: Task) -> None:
+async def leave(episode: AgentEpisode, task: AgentTask) -> None:
     """Return no reward."""
     await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
 
 
-async def die(episode: Episode, task: Task) -> float:
+async def die(episode: AgentEpisode, task: AgentTask) -> float:
     """End the process in the first attempt at each episode, after a turn."""
     answer = await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
     try:
@@ -84,7 +84,7 @@ async def die(episode: Episode, task: Task) -> float:
 class Slow:
     """Waits for a file after its second turn."""
 
-    async def rollout(self, episode: Episode, task: Task) -> Any:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Any:
         """See `episode`."""
         messages: list[Message] = [{"role": "user", "content": f"{2 + task.seed % 40} 7"}]
         for number in range(TURNS):

@@ -9,35 +9,35 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from headway.rollout_workers.agents.conversation import ToolCall
-from headway.rollout_workers.agents.episode import Episode, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask
 
 closed: list[str] = []
 """What was closed, in the order of its closing. Tests empty it."""
 
 
-async def rollout(episode: Episode, task: Task, *, reward: float = 1.0) -> float:
+async def rollout(episode: AgentEpisode, task: AgentTask, *, reward: float = 1.0) -> float:
     """Let the model answer once."""
     await episode.chat(task.messages)
     return reward
 
 
-async def measured(episode: Episode, task: Task) -> Mapping[str, float]:
+async def measured(episode: AgentEpisode, task: AgentTask) -> Mapping[str, float]:
     """Return a reward and a measure."""
     answer = await episode.chat(task.messages)
     return {"reward": 0.5, "length": len(answer.content)}
 
 
-async def says_text(episode: Episode, task: Task) -> Any:
+async def says_text(episode: AgentEpisode, task: AgentTask) -> Any:
     """Return what is no outcome."""
     return "1.0"
 
 
-def plain(episode: Episode, task: Task) -> float:
+def plain(episode: AgentEpisode, task: AgentTask) -> float:
     """Is no coroutine function."""
     return 1.0
 
 
-async def of_one_argument(episode: Episode) -> float:
+async def of_one_argument(episode: AgentEpisode) -> float:
     """Take no task."""
     return 1.0
 
@@ -50,7 +50,7 @@ class Player:
     def __init__(self, reward: float) -> None:
         self.reward = reward
 
-    async def rollout(self, episode: Episode, task: Task) -> float | None:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> float | None:
         """Let the model answer once."""
         answer = await episode.chat(task.messages)
         return None if answer.is_over else self.reward
@@ -217,7 +217,7 @@ class Toolless:
 class Guess(Records):
     """Is an environment of four values: guess the number that is the seed."""
 
-    def reset(self, task: Task) -> str:
+    def reset(self, task: AgentTask) -> str:
         """Begin."""
         self.connection.execute("SELECT 1")
         self.number, self.turns = task.seed, 0
@@ -237,7 +237,7 @@ class Guess(Records):
 class Gymnasium(Guess):
     """Is the same with Gymnasium's shapes."""
 
-    def reset(self, task: Task) -> Any:
+    def reset(self, task: AgentTask) -> Any:
         """Begin."""
         return [{"role": "user", "content": super().reset(task)}], {}
 

@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 
 from headway.rollout_workers.agents.conversation import Message, ParsedAnswer, ToolCall
-from headway.rollout_workers.agents.episode import Answer, Episode, Task
+from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask
 
 Said = str | Sequence[tuple[str, Any]] | None
 """What a model says: text, calls of tools by name and arguments (JSON text, or what is written as JSON), or nothing,
 since the episode has no room for another turn."""
 Model = Callable[[list[Message]], Said]
 
-NOTHING_LEFT = Answer(content="", message={"role": "assistant", "content": ""}, finish_reason="length")
+NOTHING_LEFT = AgentAnswer(content="", message={"role": "assistant", "content": ""}, finish_reason="length")
 
 
-class ScriptedEpisode(Episode):
+class ScriptedEpisode(AgentEpisode):
     """Answers each call by `model`, and keeps what was asked and given."""
 
     def __init__(
@@ -49,12 +49,12 @@ class ScriptedEpisode(Episode):
         messages = asked.get("messages") or [{"role": "user", "content": asked["prompt_token_ids"]}]
         return msgspec.to_builtins(self._said(self._model(messages), len(json.dumps(messages))))
 
-    def _said(self, said: Said, length: int) -> Answer:
+    def _said(self, said: Said, length: int) -> AgentAnswer:
         if said is None:
             return NOTHING_LEFT
         text, calls = (said, []) if isinstance(said, str) else ("", said)
         parsed = ParsedAnswer(content=text, tool_calls=tuple(self._tool_call(name, given) for name, given in calls))
-        return Answer(
+        return AgentAnswer(
             content=text,
             tool_calls=parsed.tool_calls,
             message=parsed.message(),
@@ -75,10 +75,10 @@ def in_turn(*said: Said) -> Model:
     return lambda messages: next(left, None)
 
 
-def a_task(text: str = "What is 6 * 7?", *, seed: int = 7, ground_truth: Any = None, **extra: Any) -> Task:
+def a_task(text: str = "What is 6 * 7?", *, seed: int = 7, ground_truth: Any = None, **extra: Any) -> AgentTask:
     """Return a task of one message."""
     messages = [{"role": "user", "content": text}]
-    return Task(id="0-0", text=text, messages=messages, ground_truth=ground_truth, extra_info=extra, seed=seed)
+    return AgentTask(id="0-0", text=text, messages=messages, ground_truth=ground_truth, extra_info=extra, seed=seed)
 
 
 def of_role(messages: Sequence[Mapping[str, Any]], role: str) -> list[str]:

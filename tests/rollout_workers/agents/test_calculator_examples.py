@@ -17,7 +17,7 @@ from headway.learner.data.prompts.rendering import Renderer
 from headway.learner.models.pretrained import load_tokenizer
 from headway.learner.stages.sft import tokenize
 from headway.rollout_workers.agents.conversation import ChatFormat
-from headway.rollout_workers.agents.episode import Episode, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask
 from headway.rollout_workers.agents.formats import open_format
 from headway.rollout_workers.agents.formats.options import AgentFormatOptions
 from headway.rollout_workers.agents.tasks.calculator import Calculator, CalculatorOptions
@@ -69,9 +69,9 @@ async def compare(tokenizer: Any, form: ChatFormat, config: SftPhaseConfig, inst
         played = Tokens(form, tokenizer, example)
         (chain,) = re.findall(r"\^[-+*0-9]+=", example.query)
         truth = re.findall(r"#(\d+)", example.response)[0]
-        task = Task(id="t", text=chain, messages=[{"role": "user", "content": chain}],
+        task = AgentTask(id="t", text=chain, messages=[{"role": "user", "content": chain}],
                     ground_truth=truth, extra_info={"modulus": modulus})  # fmt: skip
-        outcome = await agent.rollout(Episode("", "", played.call), task)
+        outcome = await agent.rollout(AgentEpisode("", "", played.call), task)
         assert isinstance(outcome, dict)
         assert (outcome["reward"], outcome["tool_errors"]) == (1.0, 0.0)
         trained = tokenize(example, tokenizer, Renderer(tokenizer))

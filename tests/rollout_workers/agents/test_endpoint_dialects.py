@@ -13,7 +13,7 @@ from headway.rollout_workers.agents.endpoint.native import Native
 from headway.rollout_workers.agents.endpoint.openai_chat import OpenAIChat
 from headway.rollout_workers.agents.endpoint.openai_responses import OpenAIResponses
 from headway.rollout_workers.agents.endpoint.vllm_generate import VllmGenerate
-from headway.rollout_workers.agents.episode import Episode
+from headway.rollout_workers.agents.episode import AgentEpisode
 
 from .scripted import TOOL, ScriptedSession
 from .test_endpoint import HELLO, Bench, bench  # noqa: F401 - a fixture
@@ -353,7 +353,7 @@ async def test_an_episode_of_ours_speaks_to_its_session(bench: Bench) -> None:  
         assert status == 200, answer
         return answer
 
-    episode = Episode(bench.base, "one", call)
+    episode = AgentEpisode(bench.base, "one", call)
     answer = await episode.chat(USER, tools=[TOOL], max_tokens=7)
     assert answer.tool_calls == (ToolCall(id="call_1", name="look_up", arguments='{"key": "x"}'),)
     assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ([104, 105], [-0.5, -0.25], "tool_calls")

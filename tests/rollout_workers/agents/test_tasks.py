@@ -14,7 +14,7 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask
 from headway.rollout_workers.agents.kinds import KINDS, open_agent
 from headway.rollout_workers.agents.tasks import TASKS, task_parts
 from headway.rollout_workers.agents.tasks.calculator import Calculator, CalculatorOptions, calculator
@@ -38,7 +38,7 @@ class Stage:
     def __init__(self, player: Player, finish_reason: str = "", turns: int = 10**9) -> None:
         self._player, self._finish_reason, self._turns = player, finish_reason, turns
         self.asked: list[dict[str, Any]] = []
-        self.episode = Episode("", "", self._call)
+        self.episode = AgentEpisode("", "", self._call)
 
     async def _call(self, path: str, asked: dict[str, Any]) -> Any:
         assert path == "turn"
@@ -59,7 +59,7 @@ class Stage:
         }
 
 
-async def play(agent: Any, player: Player, task: Task, **stage: Any) -> Mapping[str, float]:
+async def play(agent: Any, player: Player, task: AgentTask, **stage: Any) -> Mapping[str, float]:
     outcome = await agent.rollout(Stage(player, **stage).episode, task)
     assert isinstance(outcome, dict)
     assert 0 <= outcome["reward"] <= 1
@@ -70,9 +70,9 @@ def opened(kind: Any, options: Any) -> Any:
     return kind(options, ImportRoots(), "agent.options")
 
 
-def task_of(text: str = "go", truth: Any = None, seed: int = 0, **extra_info: Any) -> Task:
+def task_of(text: str = "go", truth: Any = None, seed: int = 0, **extra_info: Any) -> AgentTask:
     messages = [{"role": "user", "content": text}]
-    return Task(id="t", text=text, messages=messages, ground_truth=truth, seed=seed, extra_info=extra_info)
+    return AgentTask(id="t", text=text, messages=messages, ground_truth=truth, seed=seed, extra_info=extra_info)
 
 
 def said(messages: list[Message]) -> str:
@@ -429,7 +429,7 @@ def test_a_file_without_passages_is_refused(tmp_path: Path, content: str) -> Non
         (opened(Retail, RetailOptions()), serves, task_of(seed=5)),
     ],
 )
-async def test_a_replayed_episode_asks_the_same(agent: Any, player: Player, task: Task) -> None:
+async def test_a_replayed_episode_asks_the_same(agent: Any, player: Player, task: AgentTask) -> None:
     first, again, other = Stage(player), Stage(player), Stage(player)
     assert agent.resume == "replay"
     assert await agent.rollout(first.episode, task) == await agent.rollout(again.episode, task)
