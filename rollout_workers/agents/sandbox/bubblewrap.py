@@ -6,7 +6,7 @@ import shutil
 from headway.broker.errors import ConfigError
 
 from .base import SandboxOptions
-from .launched import ENVIRONMENT, Command, LaunchedSandbox, bootstrap_argv, interpreter
+from .launched import ENVIRONMENT, LaunchedCommand, LaunchedSandbox, bootstrap_argv, interpreter
 
 SCRATCH = "/scratch"
 
@@ -16,11 +16,11 @@ class BubblewrapSandbox(LaunchedSandbox):
 
     kind = "bubblewrap"
 
-    def command(self) -> Command:
+    def command(self) -> LaunchedCommand:
         """Return what the launcher is to start for one run."""
         python, library = interpreter()
         bwrap = shutil.which(self.options.bubblewrap_command) or self.options.bubblewrap_command
-        return Command(
+        return LaunchedCommand(
             argv=[bwrap, *arguments(self.options, library), *bootstrap_argv(python)],
             own_tasks=2,  # bwrap outside, and its init process inside
             chdir=SCRATCH,

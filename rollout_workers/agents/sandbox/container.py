@@ -7,7 +7,7 @@ import uuid
 from headway.broker.errors import ConfigError
 
 from .base import SandboxOptions
-from .launched import ENVIRONMENT, OPEN_FILES, Command, LaunchedSandbox, bootstrap_argv
+from .launched import ENVIRONMENT, OPEN_FILES, LaunchedCommand, LaunchedSandbox, bootstrap_argv
 
 SCRATCH = "/scratch"
 
@@ -17,10 +17,10 @@ class ContainerSandbox(LaunchedSandbox):
 
     kind = "container"
 
-    def command(self) -> Command:
+    def command(self) -> LaunchedCommand:
         """Return what the launcher is to start for one run."""
         name = f"headway-sandbox-{uuid.uuid4().hex}"
-        return Command(
+        return LaunchedCommand(
             argv=[*arguments(self.options, name), self.options.image, *bootstrap_argv("python3")],
             environment=client_environment(),
             cleanup=[*self.options.container_command, "rm", "--force", name],

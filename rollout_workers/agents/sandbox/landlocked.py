@@ -4,7 +4,7 @@ import os
 
 from headway.broker.errors import ConfigError
 
-from .launched import ENVIRONMENT, OPEN_FILES, Command, LaunchedSandbox, bootstrap_argv, interpreter
+from .launched import ENVIRONMENT, OPEN_FILES, LaunchedCommand, LaunchedSandbox, bootstrap_argv, interpreter
 
 # Landlock confines what files hold, not whom they belong to: without these, code of the same user could change the
 # owner, the permissions, the times and the attributes of any file.
@@ -26,12 +26,12 @@ class SandlockSandbox(LaunchedSandbox):
 
     kind = "sandlock"
 
-    def command(self) -> Command:
+    def command(self) -> LaunchedCommand:
         """Return what the launcher is to start for one run."""
         python, library = interpreter()
         options = self.options
         readable = [library, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom"]
-        return Command(
+        return LaunchedCommand(
             argv=bootstrap_argv(python),
             sandlock={
                 "fs_readable": [path for path in readable if os.path.exists(path)]

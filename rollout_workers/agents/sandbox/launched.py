@@ -26,7 +26,7 @@ GRACE_SECONDS = 60.0
 """How much longer than a run its launcher may take, on a machine that is busy, before it is ended too."""
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True):
+class LaunchedCommand(msgspec.Struct, frozen=True, kw_only=True):
     """What the launcher is to start. Its standard input is the bootstrap's."""
 
     argv: list[str]
@@ -57,7 +57,7 @@ class LaunchedSandbox(Sandbox):
         self._launcher: asyncio.subprocess.Process | None = None
 
     @abstractmethod
-    def command(self) -> Command:
+    def command(self) -> LaunchedCommand:
         """Return what the launcher is to start for one run."""
 
     async def run(self, code: str, files: Mapping[str, bytes] = NO_FILES, stdin: str = "") -> Ran:

@@ -30,7 +30,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Asked = dict[str, Any]
 
 
-class Child:
+class LaunchedChild:
     """The process that was started, whatever started it."""
 
     def __init__(self, process: Any, wait: Callable[[], tuple[int, str]]) -> None:
@@ -57,7 +57,7 @@ class Child:
             os.close(self._ending_fd)
 
 
-def start_command(asked: Asked) -> Child:
+def start_command(asked: Asked) -> LaunchedChild:
     """Start a command that confines what it runs, such as bwrap."""
     process = subprocess.Popen(
         asked["argv"],
@@ -68,10 +68,10 @@ def start_command(asked: Asked) -> Child:
         cwd="/",
         start_new_session=True,
     )
-    return Child(process, lambda: (process.wait(), ""))
+    return LaunchedChild(process, lambda: (process.wait(), ""))
 
 
-def start_sandlock(asked: Asked, scratch: str) -> Child:
+def start_sandlock(asked: Asked, scratch: str) -> LaunchedChild:
     """Start a command under sandlock, whose supervisor is a thread of this process."""
     sys.path.insert(0, asked["sandlock_path"])
     import sandlock
@@ -86,7 +86,7 @@ def start_sandlock(asked: Asked, scratch: str) -> Child:
             return result.exit_code, ""
         return -(result.signal if result.signal > 0 else signal.SIGKILL), result.error or ""
 
-    return Child(process, wait)
+    return LaunchedChild(process, wait)
 
 
 def descendants() -> Iterator[int]:
@@ -145,7 +145,7 @@ def kill_all(started_pid: int | None = None) -> None:
 class Watch:
     """One run: hands on its input, keeps its output, and ends it at its limits."""
 
-    def __init__(self, child: Child, asked: Asked, scratch: str) -> None:
+    def __init__(self, child: LaunchedChild, asked: Asked, scratch: str) -> None:
         """The clock starts here."""
         self.child, self.asked, self.scratch = child, asked, scratch
         self.started = time.monotonic()

@@ -15,7 +15,7 @@ import pytest
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
 from headway.rollout_workers.agents.sandbox import KINDS, Sandbox, Sandboxes, SandboxOptions, open_sandboxes
-from headway.rollout_workers.agents.sandbox.launched import Command, LaunchedSandbox, bootstrap_argv
+from headway.rollout_workers.agents.sandbox.launched import LaunchedCommand, LaunchedSandbox, bootstrap_argv
 
 PATIENT = SandboxOptions(seconds=600)
 """For runs that end by themselves, on a machine however busy."""
@@ -31,10 +31,10 @@ class UnconfinedSandbox(LaunchedSandbox):
 
     kind = "sandlock"  # whose remedy the canary would name
 
-    def command(self) -> Command:
+    def command(self) -> LaunchedCommand:
         """Start Python as it is, in a directory that the test has made."""
         argv = bootstrap_argv(sys.executable)
-        return Command(argv=argv, environment=dict(os.environ), chdir=self.options.readable[0])
+        return LaunchedCommand(argv=argv, environment=dict(os.environ), chdir=self.options.readable[0])
 
 
 async def found(kind: str) -> Sandboxes | str:
