@@ -31,7 +31,7 @@ from headway.learner.objective.update import Updater
 from headway.learner.ranks import Ranks
 from tests.learner import agent_episodes
 from tests.learner.agent_episodes import MAX_LAG, PROMPT, STEP, Loss, Rollout, Script, group_of
-from tests.learner.tiny import model_config
+from tests.learner.tiny import model_config, sequences
 from tests.learner.updaters import open_updater
 
 MODEL = model_config("qwen3")
@@ -244,12 +244,16 @@ def test_rows_of_a_rollout_stay_together_in_micro_batches_and_updates() -> None:
 
 
 def test_a_rollout_over_the_budget_computes_shared_tokens_once() -> None:
-    rows = from_told(five_turns(is_cut=True))
+    """Among others that share nothing, so that to share tokens makes the step hardly quicker."""
+    others = [[one] for one in sequences([39] * 12)]
+    rollouts = [from_told(five_turns(is_cut=True)), *others]
     separate, shared, roomy = (
-        pack([rows], sharing, budget)[0].batch for sharing, budget in (("never", 40), ("auto", 40), ("auto", 1000))
+        next(row.batch for row in pack(rollouts, sharing, budget) if 0 in row.units)
+        for sharing, budget in (("never", 40), ("auto", 40), ("auto", 1000))
     )
-    assert separate.num_positions == roomy.num_tokens == separate.num_tokens > 40
+    assert separate.num_positions == separate.num_tokens > 40
     assert shared.num_positions < 40
+    assert roomy.num_positions == roomy.num_tokens
 
 
 def test_rollouts_of_one_row_have_no_bounds_of_their_own() -> None:
@@ -301,6 +305,21 @@ def test_a_pair_of_branching_rollouts_is_one_pair() -> None:
         lasting = Objective(config).token_loss([batch], reference_logprobs=[reference_T])
         losses.append(float(lasting(0, logprobs_T)[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_penalty_in_the_reward_counts_the_tokens_of_all_rows() -> None:
+    config = config_of(advantage={"kind": "group_mean"}, kl={"kind": "k1", "coefficient": 0.1, "place": "reward"})
+    reference = SimpleNamespace(logprobs=lambda batches, _: [-0.1 * batch.token_ids_T for batch in batches])
+    objective = Objective(config, is_one_update=True, max_new_tokens=16)
+    found = []
+    for is_cut in (False, True):
+        updater = open_updater(config, ALONE, reference, objective=objective)
+        short = Rollout(five_turns(is_cut=is_cut).turns[:2], 1.0)
+        scored = updater.compute_advantages([group_of(0, [five_turns(is_cut=is_cut), short])], STEP)
+        found.append([float(rows[0].advantages[0]) for rows in rollouts_of(scored.sequences)])
+    later = [token for turn in five_turns(is_cut=False).turns[2:] for token in turn.sampled]
+    apart = sum(-2.5 + 0.1 * token for token in later)
+    assert found[0] == found[1] == pytest.approx([-0.05 * apart, 0.05 * apart])
 
 
 def branching() -> Rollout:
