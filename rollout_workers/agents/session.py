@@ -234,6 +234,8 @@ class EpisodeSession:
         found = next((one for one in recorded if one.is_kept), None)
         if found is None and call.key in self._keys:
             found = _Recorded(self._keys[call.key], is_kept=False)
+            if self._recorder.turn(found.number).call.digest != call.digest:
+                raise CallRefusedError(f"the key {call.key!r} names another call; give each call a key of its own")
         if found is None and call.is_retry and recorded:
             found = recorded[-1]
         if found is None:

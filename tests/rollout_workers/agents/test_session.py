@@ -124,6 +124,9 @@ async def test_a_call_is_named_by_its_clients_key() -> None:
     asked = [ChatCall(messages=user("hi").messages, key=key) for key in ("a", "b", "a", "b")]
     answers = [(await attempt.session.chat(call)).message["content"] for call in asked]
     assert answers == ["one", "two", "one", "two"]
+    with pytest.raises(CallRefusedError, match="names another call"):
+        await attempt.session.chat(ChatCall(messages=user("ho").messages, key="a"))
+    assert len(engine.asked) == 2
 
 
 async def test_parallel_calls_that_ask_the_same_have_answers_of_their_own() -> None:
