@@ -1,10 +1,12 @@
 """An agent's way to its worker's endpoint: JSON over HTTP."""
 
+import asyncio
 from typing import Any
 
 from .episode import AgentCallError, EpisodeOverError
 
 CONNECT_S = 60.0
+NO_ROOM = (429, 503)
 
 
 class EndpointClient:
@@ -14,25 +16,34 @@ class EndpointClient:
         self._session: Any = None
 
     async def post(self, base_url: str, path: str, body: dict[str, Any]) -> Any:
-        """Return the JSON of the answer. Raises AgentCallError for a refused call, EpisodeOverError where the episode
-        has ended or its worker is gone."""
+        """Return the JSON of the answer, for which it waits where the endpoint has no room. Raises AgentCallError for a
+        refused call, EpisodeOverError where the episode has ended or its worker is gone."""
+        while True:
+            status, answer, again_s = await self._posted(f"{base_url}/{path}", body)
+            if status == 200:
+                return answer
+            told = answer.get("error") if isinstance(answer, dict) else None
+            told = told if isinstance(told, dict) else {}
+            message = told.get("message", answer)
+            if status in (400, 413):
+                raise AgentCallError(str(message))
+            if status not in NO_ROOM or told.get("code") == "closing":
+                raise EpisodeOverError(f"{message} (HTTP {status})")
+            await asyncio.sleep(again_s)
+
+    async def _posted(self, url: str, body: dict[str, Any]) -> tuple[int, Any, float]:
+        """Return the status and JSON of an answer, and the seconds after which to ask again if there was no room."""
         import aiohttp
 
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
         try:
-            async with self._session.post(f"{base_url}/{path}", json=body) as response:
+            async with self._session.post(url, json=body) as response:
                 answer = await response.json(content_type=None)
+                return response.status, answer, float(response.headers.get("Retry-After", "1"))
         except aiohttp.ClientError as error:
             raise EpisodeOverError(f"the worker's endpoint does not answer: {error}") from error
-        if response.status == 200:
-            return answer
-        told = answer.get("error", answer) if isinstance(answer, dict) else answer
-        message = told.get("message", told) if isinstance(told, dict) else told
-        if response.status in (400, 413):
-            raise AgentCallError(str(message))
-        raise EpisodeOverError(f"{message} (HTTP {response.status})")
 
     async def close(self) -> None:
         """Close the connections."""
