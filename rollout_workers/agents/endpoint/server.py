@@ -33,6 +33,7 @@ from .vllm_generate import VllmGenerate
 logger = logging.getLogger(__name__)
 
 WAITING = b": the answer is still to come\n\n"
+LONGEST_KEY = 256
 CLOSING = Problem(status=503, kind="closing", message="this endpoint closes; the episode may go on", retry_after_s=2)
 
 
@@ -281,7 +282,9 @@ def with_headers(call: ChatCall, request: web.BaseRequest) -> ChatCall:
             raise CallRefusedError("the header X-Headway-Role is either main or auxiliary", "X-Headway-Role")
         more["role"] = role
     if key := request.headers.get("Idempotency-Key"):
-        more["key"] = key[:256]
+        if len(key) > LONGEST_KEY:
+            raise CallRefusedError(f"the header Idempotency-Key has more than {LONGEST_KEY} characters")
+        more["key"] = key
     if request.headers.get("x-stainless-retry-count", "0") != "0":
         more["is_retry"] = True
     return msgspec.structs.replace(call, **more)

@@ -13,9 +13,11 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents.calls import ChatCall
+from headway.rollout_workers.agents.client import EndpointClient
 from headway.rollout_workers.agents.conversation import ParsedAnswer
 from headway.rollout_workers.agents.endpoint.connections import EndpointSettings
 from headway.rollout_workers.agents.endpoint.server import Endpoint
+from headway.rollout_workers.agents.episode import AgentCallError, EpisodeOverError
 
 from .scripted import ScriptedSession, ScriptedSessions
 
@@ -122,7 +124,8 @@ async def test_headers_say_what_the_body_does_not(bench: Bench) -> None:
     assert (await bench.post("chat/completions", headers={"x-stainless-retry-count": "0"}))[0] == 200
     assert not bench.one.calls[1].is_retry
     assert (await bench.post("chat/completions", headers={"X-Headway-Role": "boss"}))[0] == 400
-    assert bench.endpoint.counts == {"answered": 2, "auxiliary": 1, "retries": 1, "refused": 1}
+    assert (await bench.post("chat/completions", headers={"Idempotency-Key": "k" * 257}))[0] == 400
+    assert bench.endpoint.counts == {"answered": 2, "auxiliary": 1, "retries": 1, "refused": 2}
 
 
 async def test_the_same_call_after_its_answer_asks_for_another_one(bench: Bench) -> None:
@@ -281,6 +284,21 @@ async def test_calls_are_bounded_in_number(bounded: Bench) -> None:
     assert [(await one)[0] for one in running] == [200, 200, 200]
     assert (await bounded.post("chat/completions"))[0] == 200
     assert bounded.endpoint.counts == {"busy": 1, "overloaded": 1, "answered": 4}
+
+
+async def test_agents_of_ours_wait_for_room(bounded: Bench) -> None:
+    client = EndpointClient()
+    bounded.one.gate = asyncio.Event()
+    turns = [{"messages": [{"role": "user", "content": str(number)}]} for number in range(3)]
+    asking = [asyncio.create_task(client.post(bounded.base, "turn", turn)) for turn in turns]
+    await until(lambda: bounded.endpoint.counts.get("busy", 0) >= 1)
+    bounded.one.gate.set()
+    assert sorted([(await one)["content"] for one in asking]) == ["answer 1", "answer 2", "answer 3"]
+    with pytest.raises(AgentCallError, match="odd"):
+        await client.post(bounded.base, "turn", {"odd": 1})
+    with pytest.raises(EpisodeOverError, match="410"):
+        await client.post(bounded.endpoint.url_of("gone"), "turn", turns[0])
+    await client.close()
 
 
 async def test_a_call_without_end_is_given_up() -> None:
