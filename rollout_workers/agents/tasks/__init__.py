@@ -9,6 +9,7 @@
     text_game.py     rooms to explore, a note to remember, a chest to open
     retail.py        a desk of a shop: orders, six tools, a customer with wishes
     retrieval.py     questions that passages of a local file answer
+    python_math.py   tasks of reasoning-gym with a Python interpreter
     tool_turns.py    the loop that they share: answer, tool calls, answer
 
 The invariant: what a task says depends on the prompt, its seed and the model's answers alone. So an interrupted episode
@@ -19,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-TASKS = ("calculator", "guess_number", "retail", "retrieval", "text_game")
+TASKS = ("calculator", "guess_number", "python_math", "retail", "retrieval", "text_game")
 
 
 def task_parts(kind: str) -> tuple[type[msgspec.Struct], Any]:
@@ -33,6 +34,10 @@ def task_parts(kind: str) -> tuple[type[msgspec.Struct], Any]:
             from .guess_number import GuessNumber, GuessNumberOptions
 
             return GuessNumberOptions, GuessNumber
+        case "python_math":
+            from .python_math import PythonMath, PythonMathOptions
+
+            return PythonMathOptions, PythonMath
         case "retail":
             from .retail import Retail, RetailOptions
 
