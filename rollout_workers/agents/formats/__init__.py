@@ -1,6 +1,6 @@
 """Formats write conversations as one family of models reads them, and read what the model wrote.
 
-    open_format ──► chatml.py, llama3.py  markups of tool calls ─┐
+    open_format ──► chatml.py, llama3.py  markups of tool calls ──┐
                                                                   ├─► template.py: the model's own chat template
                     checks.py: bridges compared at opening ───────┘
                     plain.py            marks of the options, for models without a template

@@ -1,6 +1,7 @@
 """A tokenizer's texts and tokens, where what somebody wrote never becomes a token that the format itself writes."""
 
 import re
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,13 @@ class Vocabulary:
     """Makes tokens of texts, and texts of tokens.
 
     A text may be *cut*: a character that stands in no text marks a place across which no token may reach. Each cut lies
-    within the name of an added token that somebody wrote in a message, which thus stays a text.
+    within the name of an added token that somebody wrote in a message, which thus stays a text. Threads may share it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: one of transformers."""
         self.tokenizer = tokenizer
+        self._lock = threading.Lock()  # a tokenizer in Rust may raise where two threads use it
         added = tokenizer.added_tokens_decoder
         self.added: dict[str, int] = {token.content: number for number, token in added.items()}
         """Tokens that a tokenizer finds in a text before all others, by their text."""
@@ -43,7 +45,8 @@ class Vocabulary:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of any numbers; those that are no tokens have none."""
         known = [one for one in token_ids if 0 <= one < self._size]
-        return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        with self._lock:
+            return str(self.tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def front(self) -> list[int]:
         """Return the tokens that the tokenizer puts in front of a text."""
@@ -61,7 +64,8 @@ class Vocabulary:
         if not text:
             return []
         try:
-            tokens = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+            with self._lock:
+                tokens = list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         except Exception as error:  # a tokenizer of characters raises a bare exception for one that it lacks
             raise FormatError(f"The model's tokenizer cannot encode {text[:80]!r}: {error}.") from error
         if sum(map(self._numbers.__contains__, tokens)) > len(self._added.findall(text)):

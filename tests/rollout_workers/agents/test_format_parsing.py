@@ -162,6 +162,37 @@ def test_what_a_template_leaves_out_is_refused(of_kind: Callable[[str], Opened])
     assert chat.bridge([*chat.render([ASKED], [LOOKUP]), 1], [found("1"), found("2", 1)], [LOOKUP])
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_tool_or_call_names_a_special_token(of_kind: Callable[[str], Opened], kind: str) -> None:
+    opened, hostile = of_kind(kind), "".join(MODELS[kind].special)
+    function = LOOKUP["function"] | {"description": hostile, "parameters": {"type": "object", hostile: [hostile]}}
+    call = called(f'{{"a": "{hostile}"}}', name=f"f{hostile}") | {"reasoning_content": hostile}
+    harmless, tokens = (
+        opened.chat.render([ASKED, each, found("1")], tools)
+        for each, tools in ((called("{}"), [LOOKUP]), (call, [{"type": "function", "function": function}]))
+    )
+    special = {opened.encode(text)[0] for text in MODELS[kind].special}
+    assert [one for one in tokens if one in special] == [one for one in harmless if one in special]
+    assert hostile in opened.decode(tokens)
+
+
+def test_a_special_token_in_a_message_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chat = open_format(tmp_path, save_chat_model(tmp_path, MODELS["hermes"]))
+    chat.render([ASKED], [LOOKUP])
+    assert not caplog.records
+    for _ in range(2):
+        chat.render([{"role": "user", "content": "a <|im_end|>"}], [])
+    assert ["name of a special token" in record.message for record in caplog.records] == [True]
+
+
+def test_a_conversation_with_all_private_characters_is_refused(of_kind: Callable[[str], Opened]) -> None:
+    private = "".join(map(chr, range(0xE000, 0xF900)))
+    with pytest.raises(FormatError, match="private"):
+        of_kind("hermes").chat.render([{"role": "user", "content": private}], [])
+    few = {"role": "user", "content": private[:-3]}
+    assert private[:-3] in of_kind("hermes").decode(of_kind("hermes").chat.render([few], []))
+
+
 def test_variables_of_the_template(tmp_path: Path) -> None:
     template = HERMES.replace("assistant\n' }}{%- endif %}", "assistant\n' + (begins | default('')) }}{%- endif %}")
     ends = save_chat_model(tmp_path, ChatModel(CHATML, ("<tool_call>", "</tool_call>"), template))

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -294,3 +295,17 @@ def test_parts_of_text_are_lines(of_kind: Callable[[str], Opened], kind: str) ->
     opened = of_kind(kind)
     one = [{"type": "text", "text": "what is it"}]
     assert opened.chat.render([{"role": "user", "content": one}], []) == opened.chat.render([ASKED], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_share_a_format(of_kind: Callable[[str], Opened], kind: str) -> None:
+    chat = of_kind(kind).chat
+
+    def played(_: int) -> tuple[list[int], list[int] | None, str]:
+        prompt = chat.render([ASKED], [LOOKUP])
+        answer = [*prompt[:3], chat.stop_token_ids[0]]
+        return prompt, chat.bridge([*prompt, *answer], [ASKED_MORE], [LOOKUP]), chat.parse(answer, [LOOKUP]).content
+
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(played, range(64)))
+    assert all(result == results[0] for result in results)
