@@ -14,8 +14,7 @@ from headway.broker.user_code.import_paths import ImportRoots
 from headway.deploy.recipe.recipe import Recipe
 from headway.deploy.recipe.resolve import load_recipe, recipe_to_bytes
 from headway.deploy.run.resumable_keys import ANEW, FIXED, RAISED
-from headway.rollout_workers.agents.episode import Episode as AgentEpisode
-from headway.rollout_workers.agents.episode import Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask
 from headway.rollout_workers.agents.kinds import KINDS, open_agent
 from headway.rollout_workers.config import EnvironmentConfig
 from headway.rollout_workers.environments import Episode, Step, open_environment
@@ -153,7 +152,7 @@ async def test_the_agent_of_the_guide_is_played(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "my_agent.py").write_text(example("agents.md", "rollout"))
     monkeypatch.syspath_prepend(tmp_path)
     agent = open_agent("my_agent:rollout", {}, ImportRoots(directory=tmp_path))
-    task = Task(id="0-1", text="3+4=", messages=[{"role": "user", "content": "3+4="}], ground_truth="7")
+    task = AgentTask(id="0-1", text="3+4=", messages=[{"role": "user", "content": "3+4="}], ground_truth="7")
     assert await agent.rollout(AgentEpisode("http://127.0.0.1:1/v1", "key", _refuse), task) == 1.0
     assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
 

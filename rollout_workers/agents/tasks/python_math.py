@@ -12,7 +12,7 @@ from msgspec import Meta
 from headway.broker.schema import Prompt
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Episode, Outcome, Task
+from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
 from headway.rollout_workers.agents.sandbox import Sandbox, Sandboxes, SandboxOptions, open_sandboxes
 from headway.rollout_workers.agents.sandbox.tool import PythonTool, shown
 from headway.rollout_workers.rewards import check_installed
@@ -56,7 +56,7 @@ class PythonMath:
         self._opening = asyncio.Lock()
         self._sandboxes: Sandboxes | None = None
 
-    async def rollout(self, episode: Episode, task: Task) -> Outcome:
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ConfigError where the sandbox does not confine code on this machine, and RewardError
         for a prompt that is no task of reasoning-gym."""
         system: list[Message] = [{"role": "system", "content": self._options.instructions}]
@@ -71,7 +71,7 @@ class PythonMath:
         """End the verifiers' process."""
         await self._judge.close()
 
-    async def _reward(self, task: Task, answer: str) -> float:
+    async def _reward(self, task: AgentTask, answer: str) -> float:
         prompt = Prompt(group=task.id, token_ids=[], text=task.text, ground_truth=task.ground_truth,
                         data_source=task.data_source, extra_info=task.extra_info, num_samples=1)  # fmt: skip
         score = (await self._judge.score(prompt, answer, "stop")).total if answer else 0.0

@@ -8,7 +8,7 @@ from headway.broker.user_code.import_paths import ImportRoots
 from headway.learner.config import PromptsConfig
 from headway.learner.data.prompts import open_source
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import Task
+from headway.rollout_workers.agents.episode import AgentTask
 from headway.rollout_workers.agents.kinds import open_agent
 from headway.rollout_workers.rewards.base import RewardError
 
@@ -16,10 +16,10 @@ from .sandbox_kinds import HERE, found
 from .test_tasks import Says, Stage, play, said
 
 
-def chain(position: int) -> Task:
+def chain(position: int) -> AgentTask:
     item = open_source(PromptsConfig(kind="reasoning_gym", path="chain_sum"), 0).train(0, position)
     messages = [{"role": "user", "content": str(item.content)}]
-    return Task(
+    return AgentTask(
         id="t",
         text=str(item.content),
         messages=messages,
@@ -29,7 +29,7 @@ def chain(position: int) -> Task:
     )
 
 
-def computes(task: Task, code: str = "print({expression})") -> Any:
+def computes(task: AgentTask, code: str = "print({expression})") -> Any:
     expression = task.extra_info["entry"]["metadata"]["expression"]
 
     def player(messages: list[Message]) -> Says:
@@ -59,6 +59,6 @@ async def test_what_code_prints_is_the_answer(kind: str) -> None:
         assert "ZeroDivisionError" in said(stage.asked[1]["messages"])
         assert (await play(agent, lambda _: "", task))["reward"] == 0.0
         with pytest.raises(RewardError, match="extra_info"):
-            await play(agent, lambda _: "<answer>1</answer>", Task(id="t", text="x", messages=task.messages))
+            await play(agent, lambda _: "<answer>1</answer>", AgentTask(id="t", text="x", messages=task.messages))
     finally:
         await agent.close()
