@@ -138,6 +138,7 @@ for command in (
     roles.learner,
     roles.workers,
     roles.worker,
+    roles.gateway,
     roles.scorers,
     roles.scorer,
     roles.sft,

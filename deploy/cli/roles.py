@@ -124,15 +124,49 @@ def workers(
 ) -> int:
     """Run a pool of COUNT workers.
 
-    They take all keys but engine.*, weights.follow, weights.archive, weights.pull_*, workers.devices and
-    workers.metrics_* from the run's own configuration, which the broker holds. Workers may start before the learner,
-    and leave and join while it trains; `headway scale` changes their number. At Ctrl-C or SIGTERM they hand
-    their work back and stop.
+    They take all keys but engine.*, weights.follow, weights.archive, weights.pull_*, workers.devices,
+    workers.metrics_*, agent.host and agent.port from the run's own configuration, which the broker holds. Workers may
+    start before the learner, and leave and join while it trains; `headway scale` changes their number. At Ctrl-C or
+    SIGTERM they hand their work back and stop.
     """
     from headway.deploy.roles.standalone import run_workers
 
     with _shown_instead(dry_run, as_json) as launcher:
         return run_workers(url, run, count, overrides, allowed, launcher, pool=pool, grace_s=grace_s)
+
+
+@click.command()
+@overrides_argument
+@connection_options
+@allow_import_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address at which it listens.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8800, show_default=True, help="Its port.")
+@grace_option
+@dry_run_option
+@dry_run_json_option
+def gateway(
+    overrides: tuple[str, ...],
+    url: str,
+    run: str,
+    allowed: tuple[str, ...],
+    host: str,
+    port: int,
+    grace_s: float,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Run a worker whose episodes are played by agents that start themselves.
+
+    The run's agent.kind is external. Agents ask for a task with POST http://HOST:PORT/sessions and the key of the
+    environment variable HEADWAY_GATEWAY_KEY, call the model below the URL that they get, and end the episode with POST
+    to /finish below it. A gateway that starts again at the same address with the same key goes on with its episodes.
+    Anyone who reaches the port can talk to it without TLS: put a proxy before it, or listen at 127.0.0.1.
+    """
+    from headway.deploy.roles.standalone import run_workers
+
+    own = (*overrides, f"agent.host='{host}'", f"agent.port={port}")
+    with _shown_instead(dry_run, as_json) as launcher:
+        return run_workers(url, run, 1, own, allowed, launcher, pool=f"gateway-{port}", grace_s=grace_s)
 
 
 @click.command()

@@ -37,7 +37,7 @@ from headway.deploy.run.resumable_keys import check_resumable
 from headway.deploy.run.run_directory import CHECKPOINTS, endpoint, held, prepare, refuse_if_in_use
 from headway.deploy.run.stage_output import after_stages, check_made, is_complete, is_of, mark_complete, planned
 from headway.deploy.terminal import Terminal
-from headway.rollout_workers.config import EngineConfig, ScorersConfig, WorkersConfig
+from headway.rollout_workers.config import AgentConfig, EngineConfig, ScorersConfig, WorkersConfig
 from headway.rollout_workers.engines import visible_devices
 from headway.weightsync.config import WeightsConfig
 
@@ -53,6 +53,8 @@ _WORKERS_OWN = (
     "weights.archive=",
     "weights.pull_",
     "workers.metrics_",
+    "agent.host=",
+    "agent.port=",
     DEVICES,
 )
 """The start of overrides that a worker may choose for itself: its engine, how it is connected and watched."""
@@ -347,6 +349,7 @@ class _WorkersOwn(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     weights: WeightsConfig = WeightsConfig()
     workers: WorkersConfig = WorkersConfig()
+    agent: AgentConfig = AgentConfig()
 
 
 class _ScorersOwn(msgspec.Struct, frozen=True, kw_only=True):
@@ -362,8 +365,9 @@ def _own_of(overrides: Sequence[str]) -> _WorkersOwn:
         if not override.startswith(_WORKERS_OWN):
             raise ConfigError(
                 f"A worker cannot take the override {override!r}: all but engine.*, weights.follow,"
-                " weights.archive, weights.pull_*, workers.devices and workers.metrics_* comes from the run's"
-                " configuration, so that learner and workers agree. Give it to `headway learner` instead."
+                " weights.archive, weights.pull_*, workers.devices, workers.metrics_*, agent.host and agent.port comes"
+                " from the run's configuration, so that learner and workers agree. Give it to `headway learner`"
+                " instead."
             )
     own = overridden(_WorkersOwn(), overrides)
     check_engine_kind(own.engine, f"{SOURCE}: engine")

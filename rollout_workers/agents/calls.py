@@ -1,7 +1,7 @@
 """A call of the model and its answer, whatever dialect the agent speaks; `Session` is what an endpoint speaks to."""
 
 import hashlib
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -21,6 +21,10 @@ class CallRefusedError(HeadwayError):
 
 class SessionEndedError(HeadwayError):
     """There is no such session, or no more: its episode has ended, or another worker plays it now (HTTP 410)."""
+
+
+class SessionAwayError(HeadwayError):
+    """The session may come back: a worker has yet to take its episode over (HTTP 503)."""
 
 
 class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,5 +129,14 @@ class Sessions(Protocol):
     """The sessions of one endpoint."""
 
     def session(self, name: str) -> Session:
-        """Return the session of a lease by its name, which is its secret too. Raises SessionEndedError."""
+        """Return the session of a lease by its name, which is its secret too. Raises SessionEndedError, and
+        SessionAwayError for one that may come back."""
+        ...
+
+
+class Claims(Protocol):
+    """Tasks for agents that no worker starts."""
+
+    def claim(self, key: str) -> dict[str, Any] | None:
+        """Return a task with its session; None if no task is free now. Raises CallRefusedError for a wrong key."""
         ...

@@ -22,11 +22,12 @@ from headway.rollout_workers.rewards.built_in import ZeroReward
 from headway.rollout_workers.samples.episode import NO_TRACER, PlayedSample, SampleTrace, ScoredTurn
 from headway.rollout_workers.samples.recorder import Recorder
 
-from .calls import Session, SessionEndedError
+from .calls import Session, SessionAwayError, SessionEndedError
 from .conversation import ChatFormat
 from .endpoint.connections import EndpointSettings
 from .endpoint.server import Endpoint
 from .episode import AgentTask
+from .external import EXTERNAL, ExternalAgents
 from .formats import open_format
 from .formats.options import AgentFormatOptions
 from .hosted import AgentHosts, Played
@@ -44,7 +45,7 @@ class AgentPlayer:
     def __init__(
         self,
         config: AgentConfig,
-        hosts: AgentHosts,
+        agents: AgentHosts | ExternalAgents,
         endpoint: Endpoint,
         sessions: "OpenSessions",
         reward: Reward,
@@ -55,7 +56,7 @@ class AgentPlayer:
     ) -> None:
         self.most_at_once = config.episodes_per_place
         self._config = config
-        self._hosts = hosts
+        self._agents = agents
         self._endpoint = endpoint
         self._sessions = sessions
         self._reward = reward
@@ -84,16 +85,18 @@ class AgentPlayer:
         """Open the agent, its chat format and the endpoint. `model`: the directory of the model's tokenizer; `name`:
         what the endpoint calls the model. Raises ConfigError, UserCodeError."""
         options = typed_options(config.format.options, AgentFormatOptions, "agent.format.options")
-        chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, options=options)
+        chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, options=options, roots=roots)
         sessions = OpenSessions()
         settings = EndpointSettings(ignore_sampling=config.ignore_sampling, call_s=config.turn_s + SPARE_S)
-        endpoint = await Endpoint.start(sessions, host=config.host, port=config.port, settings=settings)
+        external = ExternalAgents() if config.kind == EXTERNAL else None
+        sessions.come_back = external is not None
+        endpoint = await Endpoint.start(sessions, config.host, config.port, settings, external)
         try:
-            hosts = await AgentHosts.open(config, roots or ImportRoots())
+            agents = external or await AgentHosts.open(config, roots or ImportRoots())
         except BaseException:
             await endpoint.close()
             raise
-        return cls(config, hosts, endpoint, sessions, reward, chat_format, decoding, model=name)
+        return cls(config, agents, endpoint, sessions, reward, chat_format, decoding, model=name)
 
     @property
     def outside(self) -> int:
@@ -102,7 +105,7 @@ class AgentPlayer:
 
     def resumes(self, segments: Sequence[Segment]) -> bool:
         """See Player."""
-        return self._hosts.resume == "replay" and all(is_of_agent(segment.turns) for segment in segments)
+        return self._agents.resume == "replay" and all(is_of_agent(segment.turns) for segment in segments)
 
     def recorder(self, prompt: Prompt, segments: Sequence[Segment] = (), *, records_experts: bool = False) -> Recorder:
         """See Player."""
@@ -112,8 +115,19 @@ class AgentPlayer:
         """See Player. Raises EngineFailedError where the engine fails at a call."""
         recorder = sample.recorder
         assert isinstance(recorder, EpisodeRecorder)
-        name, text_of = secrets.token_urlsafe(24), partial(_text_of, self._decoding)
-        session = EpisodeSession(sample, recorder, self._format, self._config, model=self._model, text_of=text_of)
+        name, end = secrets.token_urlsafe(24), None
+        if isinstance(self._agents, ExternalAgents):
+            name = self._agents.name_of(sample.request.request_id.rpartition(":")[0])
+            end = partial(self._agents.finish, name)
+        session = EpisodeSession(
+            sample,
+            recorder,
+            self._format,
+            self._config,
+            model=self._model,
+            text_of=partial(_text_of, self._decoding),
+            end=end,
+        )
         self._sessions.open[name] = session
         try:
             with trace.generating():
@@ -136,7 +150,7 @@ class AgentPlayer:
         for session in self._sessions.open.values():
             session.end()
         await self._endpoint.close()
-        await self._hosts.close()
+        await self._agents.close()
         await self._reward.close()
 
     async def _played(
@@ -161,7 +175,7 @@ class AgentPlayer:
         """Return what the agent returned. Raises the engine's failure at once, whatever the agent does."""
         url, deadline_s = self._endpoint.url_of(name), self._config.episode_s
         playing = asyncio.ensure_future(
-            self._hosts.play(_task(sample), url, name, deadline_s=deadline_s, on_lost=session.begin_again)
+            self._agents.play(_task(sample), url, name, deadline_s=deadline_s, on_lost=session.begin_again)
         )
         try:
             either: list[asyncio.Future[Any]] = [playing, session.failure]
@@ -197,9 +211,13 @@ class OpenSessions:
 
     def __init__(self) -> None:
         self.open: dict[str, EpisodeSession] = {}
+        self.come_back = False
+        """Whether a session that is not open here may be opened yet, as agents from outside outlive their worker."""
 
     def session(self, name: str) -> Session:
         """See Sessions."""
+        if name not in self.open and self.come_back:
+            raise SessionAwayError("there is no such session now; repeat the call until a worker has its episode again")
         if name not in self.open:
             raise SessionEndedError("there is no such session; its episode has ended, or another worker plays it now")
         return self.open[name]

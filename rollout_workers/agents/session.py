@@ -71,7 +71,9 @@ class EpisodeSession:
         *,
         model: str,
         text_of: Callable[[list[int]], str],
+        end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
+        """`end` takes the outcome of an agent that no worker started; None: the agent returns it."""
         self.model = model
         self.text_of = text_of
         self.counts: Counter[str] = Counter()
@@ -80,6 +82,7 @@ class EpisodeSession:
         """Seconds in which the agent asked nothing: its tools worked, or itself."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the episode cannot go on, of the engine's side; never done where it can."""
+        self._finish = end
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
@@ -163,8 +166,10 @@ class EpisodeSession:
         self._recorder.give_reward(number, reward)
 
     async def finish(self, reward: float | None, measures: dict[str, float]) -> None:
-        """See Session. The agents of this worker end by returning."""
-        raise CallRefusedError("this episode ends when its agent returns; return the reward instead")
+        """See Session."""
+        if self._finish is None:
+            raise CallRefusedError("this episode ends when its agent returns; return the reward instead")
+        self._finish(reward, measures)
 
     def begin_again(self) -> None:
         """Note that the agent is run again: it gets all answers from the record that it asks for once more."""

@@ -5,7 +5,7 @@ import logging
 import msgspec
 
 from headway.broker.errors import HeadwayError
-from headway.rollout_workers.agents.calls import CallRefusedError, SessionEndedError
+from headway.rollout_workers.agents.calls import CallRefusedError, SessionAwayError, SessionEndedError
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(status=400, kind="refused", message=str(error), field=error.field)
         case SessionEndedError():
             return Problem(status=410, kind="ended", message=str(error) or "this episode has ended")
+        case SessionAwayError():
+            return Problem(status=503, kind="away", message=str(error), retry_after_s=2)
     logger.error("a call of an agent failed", exc_info=error)
     return Problem(status=500, kind="failed", message="the call failed inside the worker, whose log says why")
 

@@ -15,7 +15,9 @@ from headway.rollout_workers.agents.calls import (
     CallRefusedError,
     ChatAnswer,
     ChatCall,
+    Claims,
     Session,
+    SessionAwayError,
     SessionEndedError,
     Sessions,
 )
@@ -58,8 +60,10 @@ class Route(NamedTuple):
 class Endpoint:
     """An HTTP server for the agents of one process. A lease is named by the path, `/s/LEASE/...`, or by the API key."""
 
-    def __init__(self, sessions: Sessions, settings: EndpointSettings) -> None:
+    def __init__(self, sessions: Sessions, settings: EndpointSettings, claims: Claims | None = None) -> None:
+        """`claims` has the tasks of agents that no worker starts; None: there are none."""
         self._sessions = sessions
+        self._claims = claims
         self._settings = settings
         self._calls = Calls(settings.calls, settings.session_calls, settings.call_s)
         self._bodies = Bodies(settings)
@@ -74,10 +78,15 @@ class Endpoint:
 
     @classmethod
     async def start(
-        cls, sessions: Sessions, host: str = "127.0.0.1", port: int = 0, settings: EndpointSettings | None = None
+        cls,
+        sessions: Sessions,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        settings: EndpointSettings | None = None,
+        claims: Claims | None = None,
     ) -> "Endpoint":
         """Return an endpoint that listens; port 0 is any free one. Raises ConfigError if it cannot."""
-        endpoint = cls(sessions, settings or EndpointSettings())
+        endpoint = cls(sessions, settings or EndpointSettings(), claims)
         loop = asyncio.get_running_loop()
         try:
             listener = await loop.create_server(endpoint._server, host, port, backlog=4096)
@@ -122,6 +131,9 @@ class Endpoint:
         response, dialect = ClientResponse(request, self._settings.write_s), self._routes["chat/completions"].dialect
         try:
             lease, path = split_path(request.rel_url.raw_path)
+            if path == "sessions" and self._claims is not None:
+                await self._claim(request, response, self._claims)
+                return response.sent or web.Response(status=500)
             route = self._routes.get("models" if path.startswith("models/") else path)
             dialect = dialect if route is None else route.dialect
             if "anthropic-version" in request.headers:
@@ -137,6 +149,14 @@ class Endpoint:
             await self._tell(response, dialect, problem_of(error))
         assert response.sent is not None
         return response.sent
+
+    async def _claim(self, request: web.BaseRequest, response: ClientResponse, claims: Claims) -> None:
+        """Give a task to an agent that no worker starts, with the URL of its session as this client reaches it."""
+        found = claims.claim(api_keys(request)[0] if api_keys(request) else "")
+        self._count("claims" if found else "claims_without_task")
+        if found is not None:
+            found["base_url"] = f"{request.scheme}://{request.host}/s/{found['session']}/v1"
+        await response.send_json(found or {}, 200 if found else 204)
 
     async def _tell(self, response: ClientResponse, dialect: Dialect, problem: Problem) -> None:
         """Tell a client why it gets no answer."""
@@ -162,8 +182,7 @@ class Endpoint:
     def _session(self, request: web.BaseRequest, lease: str) -> tuple[str, Session]:
         """Return the session that a request names, and by which name. Raises SessionEndedError, CallRefusedError for
         one that names two, and ProblemError for one that names none."""
-        bearer = request.headers.get("Authorization", "").partition(" ")[2].strip()
-        keys = [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
+        keys = api_keys(request)
         names = [lease] if lease else keys
         if not names:
             message = "no episode is named: use its URL, or its key as the API key"
@@ -178,7 +197,7 @@ class Endpoint:
     def _is_live(self, name: str) -> bool:
         try:
             self._sessions.session(name)
-        except SessionEndedError:
+        except (SessionEndedError, SessionAwayError):
             return False
         return True
 
@@ -260,6 +279,12 @@ def lose(task: asyncio.Task[ChatAnswer], session: Session) -> None:
     else:
         task.add_done_callback(note)  # a call may return although it was cancelled
         task.cancel()
+
+
+def api_keys(request: web.BaseRequest) -> list[str]:
+    """Return the keys that a request has."""
+    bearer = request.headers.get("Authorization", "").partition(" ")[2].strip()
+    return [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
 
 
 def split_path(raw_path: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@
     verl_agent_loop            a class of the shape of verl's AgentLoop        reward_score
     mcp                        the model, with the tools of MCP servers        the run's reward functions
     one of TASKS               a task that ships (`agents/tasks/`)            the task's
+    external                   an agent that no worker starts (`agents/external.py`)  what it ends with
     command                    a program that knows nothing of Headway         the last line of its output
 
     threads.py    an episode's thread, for plain functions that may hang      toolbox.py   what becomes of tool calls
@@ -29,6 +30,7 @@ import msgspec
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import typed_options, unknown_kind
+from headway.rollout_workers.agents.external import EXTERNAL, ExternalOptions
 from headway.rollout_workers.agents.tasks import TASKS, task_parts
 
 from .base import Agent, CallDeadlineError, Resume, ShapeError, check_program
@@ -63,7 +65,9 @@ def open_agent(kind: str, options: Mapping[str, Any], roots: ImportRoots, where:
 
 def check_agent(kind: str, options: Mapping[str, Any], where: str = "agent") -> None:
     """Raise ConfigError for an unknown kind or option; nothing of the user's own is imported."""
-    if ":" not in kind:
+    if kind == EXTERNAL:
+        typed_options(options, ExternalOptions, f"{where}.options")
+    elif ":" not in kind:
         typed_options(options, _parts(kind, where)[0], f"{where}.options")
 
 
@@ -134,7 +138,7 @@ def _parts(kind: str, where: str) -> tuple[type[msgspec.Struct], Any]:
         case task if task in TASKS:
             return task_parts(task)
         case unknown:
-            raise unknown_kind(unknown, KINDS, f"{where}.kind")
+            raise unknown_kind(unknown, sorted((*KINDS, EXTERNAL)), f"{where}.kind")
 
 
 __all__ = [
