@@ -6,6 +6,7 @@ and what was expected: nothing is guessed.
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from shutil import which
@@ -172,4 +173,7 @@ def check_program(command: Sequence[str], roots: ImportRoots, where: str) -> Non
 def program_path(command: Sequence[str], directory: Path) -> list[str]:
     """Return a command whose program is found from any working directory."""
     program, *arguments = command
-    return [str((directory / program).resolve()) if "/" in program else program, *arguments]
+    return [
+        os.path.abspath(directory / program) if "/" in program else program,
+        *arguments,
+    ]  # a link may be what counts
