@@ -20,7 +20,7 @@ from headway.rollout_workers.agents.kinds.command import ProgramFailedError
 
 from .scripted_episodes import ScriptedEpisode, a_task, in_turn
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "programs"
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ asyncio.run(agent.rollout(ScriptedEpisode(in_turn()), a_task()))
 async def test_a_killed_process_leaves_no_program_behind(tmp_path: Path, temporary: Path) -> None:
     file = tmp_path / "child"
     host = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", HOST, str(file)), cwd=HERE.parents[2], env={**os.environ, "TMPDIR": str(temporary)}
+        *(sys.executable, "-c", HOST, str(file)), cwd=HERE.parents[3], env={**os.environ, "TMPDIR": str(temporary)}
     )
     await until(lambda: file.exists() and file.read_text())
     host.kill()

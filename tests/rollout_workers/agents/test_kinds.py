@@ -27,7 +27,7 @@ from . import own_agents
 from .scripted_episodes import Said, ScriptedEpisode, a_task, in_turn, of_role
 
 HERE = "tests.rollout_workers.agents.own_agents"
-PROGRAM = Path(__file__).with_name("program.py")
+PROGRAM = Path(__file__).parent / "programs" / "program.py"
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from headway.rollout_workers.agents.kinds.openenv import EnvironmentServerError
 
 from .scripted_episodes import Model, Said, ScriptedEpisode, a_task, in_turn, of_role
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 pytestmark = pytest.mark.skipif(
     not all(map(is_installed, ("textarena", "skyrl_gym", "openenv", "fastmcp"))),
     reason="TextArena, SkyRL-Gym and OpenEnv are in an environment of their own: make test-agents",
@@ -39,7 +39,7 @@ GAMES = [
 
 def an_agent(kind: str, **options: Any) -> Agent:
     """Open an agent that may run python."""
-    return open_agent(kind, options, ImportRoots(("tests", sys.executable), HERE))
+    return open_agent(kind, options, ImportRoots(("tests", sys.executable), PROGRAMS))
 
 
 async def play(agent: Agent, model: Model, **task: Any) -> tuple[dict[str, float], ScriptedEpisode]:
@@ -151,7 +151,7 @@ def served(port: int, *command: str) -> Iterator[str]:
 def openenv(tmp_path: Path) -> Iterator[str]:
     """Serve the environment of `openenv_server.py`, one at a time."""
     port = free_port()
-    yield from served(port, str(HERE / "openenv_server.py"), str(port), str(tmp_path / "log"))
+    yield from served(port, str(PROGRAMS / "openenv_server.py"), str(port), str(tmp_path / "log"))
 
 
 async def test_openenvs_environments_play_one_after_another_where_there_is_room_for_one(
@@ -186,7 +186,7 @@ async def test_a_cancelled_episode_closes_its_environment_at_openenvs_server(ope
 
 def counting(**options: Any) -> Agent:
     """Open an agent with the server of `mcp_server.py` as a program."""
-    server = {"command": [sys.executable, str(HERE / "mcp_server.py")], "environment": {"MINE": "1"}}
+    server = {"command": [sys.executable, str(PROGRAMS / "mcp_server.py")], "environment": {"MINE": "1"}}
     return an_agent("mcp", servers={"counting": server}, **options)
 
 
@@ -251,7 +251,7 @@ async def test_an_error_of_the_episode_passes_through_the_sessions_of_mcp() -> N
 def mcp_address() -> Iterator[str]:
     """Serve `mcp_server.py` over HTTP."""
     port = free_port()
-    yield from served(port, str(HERE / "mcp_server.py"), str(port))
+    yield from served(port, str(PROGRAMS / "mcp_server.py"), str(port))
 
 
 async def test_an_mcp_server_is_reached_over_http(mcp_address: str) -> None:

@@ -1,0 +1,1 @@
+"""Programs that tests start; no module beside them has a name of the standard library."""
