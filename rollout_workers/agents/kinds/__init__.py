@@ -11,7 +11,7 @@
     verl_agent_loop            a class of the shape of verl's AgentLoop        reward_score
     mcp                        the model, with the tools of MCP servers        the run's reward functions
     one of TASKS               a task that ships (`agents/tasks/`)            the task's
-    external                   an agent that no worker starts (`agents/external.py`)  what it ends with
+    external                   an agent that no worker starts (`external.py`)         what it ends with
     command                    a program that knows nothing of Headway         the last line of its output
 
     threads.py    an episode's thread, for plain functions that may hang      toolbox.py   what becomes of tool calls
