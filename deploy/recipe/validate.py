@@ -91,7 +91,7 @@ _SHARED = {
         " algorithm.entropy_coefficient algorithm.distillation.coefficient algorithm.critic.clip"
     ),
     _THREADS: "scorers.threads engine.threads learner.threads",
-    _TOKENS: "sampling.max_new_tokens engine.max_model_len algorithm.reward.overlong_buffer",
+    _TOKENS: "sampling.max_new_tokens agent.max_turn_tokens engine.max_model_len algorithm.reward.overlong_buffer",
     _AT_ONCE: "scorers.batch_tokens learner.micro_batch_tokens",
     _WAIT: "workers.stall_s workers.patience_s workers.segment_s checkpoint.stage_every_s",
     _RATE: "algorithm.critic.learning_rate optimizer.learning_rate",
