@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", metavar="A.B=C")
     parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     rate = load_recipe(options.recipe, tuple(options.overrides)).optimizer.learning_rate
     slow = [f"optimizer.learning_rate={rate / 1000}"]
     made = {
