@@ -91,8 +91,8 @@ class EpisodeSession:
         self._running: dict[str, list[_Running]] = {}
         self._keys: dict[str, int] = {}
         """Turns by the client's own names of their calls."""
-        self._turn_of: dict[str, int] = {}
-        """The newest turn that ends a conversation, by the conversation's digest."""
+        self._turns_of: dict[str, list[int]] = {}
+        """The turns that end a conversation, by the conversation's digest."""
         self._main_system: str | None = None
         self._keeping = asyncio.Lock()
         self._reserved = 0
@@ -103,8 +103,8 @@ class EpisodeSession:
             turn = recorder.turns[number]
             assert turn.call is not None
             self._recorded.setdefault(turn.call.digest, []).append(_Recorded(number, is_kept=True))
-            self._turn_of[turn.call.conversation] = number
-        self._turn_of.pop("", None)
+            self._turns_of.setdefault(turn.call.conversation, []).append(number)
+        self._turns_of.pop("", None)
 
     @property
     def is_outside(self) -> bool:
@@ -183,8 +183,7 @@ class EpisodeSession:
     def settle(self) -> None:
         """Note that the agent has ended: turns that it did not see are not trained."""
         self.end()
-        unseen = [one.number for recorded in self._recorded.values() for one in recorded if one.is_kept]
-        if unseen:
+        if unseen := self._unseen():
             self.counts["unseen_turns"] += len(unseen)
             self._recorder.drop(unseen)
 
@@ -250,7 +249,6 @@ class EpisodeSession:
         self.counts["resumed" if found.number < self._recorder.resumed else "repeated"] += 1
         found.is_kept = False
         turn = self._recorder.turn(found.number)
-        self._turn_of[turn.call.conversation] = found.number
         return self._answer(turn, self._parsed(turn, call.tools))
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
@@ -308,7 +306,8 @@ class EpisodeSession:
             await self._sample.keep()
         self._check_open()
         self._count(call, context, turn)
-        self._turn_of[made.conversation] = number
+        if made.conversation:
+            self._turns_of.setdefault(made.conversation, []).append(number)
         recorded = self._recorder.turn(number)
         return self._answer(recorded, self._parsed(recorded, call.tools))
 
@@ -356,9 +355,10 @@ class EpisodeSession:
             return self._beginning(call.prompt_token_ids)
         answers = [place for place, one in enumerate(call.messages) if one.get("role") == "assistant"]
         for place in reversed(answers):
-            after = self._turn_of.get(_conversation(call.messages[: place + 1], call.tools))
-            if after is None:
+            ended = self._turns_of.get(_conversation(call.messages[: place + 1], call.tools))
+            if not ended:
                 continue
+            after = max(ended, key=lambda number: (number not in self._unseen(), number))
             row = self._recorder.row(after)
             read = await asyncio.to_thread(self._format.bridge, row, call.messages[place + 1 :], call.tools)
             if read is not None:
@@ -370,7 +370,7 @@ class EpisodeSession:
 
     def _beginning(self, tokens: list[int]) -> _Context:
         """Return a context of these very tokens, with as many as possible from an earlier row."""
-        after, keeps = self._recorder.longest_beginning(tokens)
+        after, keeps = self._recorder.longest_beginning(tokens, self._unseen())
         is_whole = after >= 0 and keeps == len(self._recorder.row(after))
         if is_whole:
             self._note_seen(after)
@@ -383,14 +383,19 @@ class EpisodeSession:
         named = (replace(one, id=f"call_{turn.number}_{place}") for place, one in enumerate(parsed.tool_calls))
         return replace(parsed, tool_calls=tuple(named))
 
+    def _unseen(self) -> set[int]:
+        """Return the turns that the agent does not have: of earlier attempts, or lost on their way."""
+        return {one.number for recorded in self._recorded.values() for one in recorded if one.is_kept}
+
     def _note_seen(self, number: int) -> None:
-        """Note that the agent has a turn, as it goes on from it, and all turns before it."""
+        """Note that the agent has a turn, as it goes on from it, and the turns from which that one went on."""
         seen = set[int]()
         while number >= 0:
             seen.add(number)
             call = self._recorder.turns[number].call
             assert call is not None
-            number = call.after
+            goes_on = call.after >= 0 and call.keeps == len(self._recorder.row(call.after))
+            number = call.after if goes_on else -1
         for recorded in self._recorded.values():
             for one in recorded:
                 one.is_kept &= one.number not in seen

@@ -1,6 +1,6 @@
 """Records an agent's episode: a tree of turns, laid out in a response as `broker.wire.rows` reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,12 +71,12 @@ class EpisodeRecorder(Recorder):
         row: list[int] = self._rows.tokens(number).tolist()
         return row
 
-    def longest_beginning(self, context: Sequence[int]) -> tuple[int, int]:
+    def longest_beginning(self, context: Sequence[int], unseen: Collection[int]) -> tuple[int, int]:
         """Return the turn whose row shares most tokens with the beginning of `context`, and how many they are; -1: the
-        prompt does."""
+        prompt does. Of several it is the newest, and an `unseen` one only if no other shares as many."""
         wanted = np.asarray(context, np.int32)
-        rows = [(_shared(wanted, self._rows.tokens(number)), number) for number in range(-1, len(self.turns))]
-        shared, number = max(rows)
+        numbers = range(-1, len(self.turns))
+        shared, _, number = max((_shared(wanted, self._rows.tokens(one)), one not in unseen, one) for one in numbers)
         return number, shared
 
     def add_turn(self, read: Sequence[int], sampled: Recorder, call: AgentCall) -> int:
@@ -107,7 +107,7 @@ class EpisodeRecorder(Recorder):
         """Add to a turn's reward."""
         self._rewards[number] += reward
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop(self, numbers: Collection[int]) -> None:
         """Train these turns not: the episode of this attempt has not repeated them."""
         self._dropped.update(numbers)
 
