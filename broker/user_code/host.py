@@ -43,8 +43,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call of a method. The answer has the same `number`. The method CANCEL cancels the call of that number, which
-    gets no answer, if it is a coroutine; a thread runs on."""
+    """One call of a method. The answer has the same `number`. The method CANCEL cancels the call of that number, if
+    it is a coroutine; a thread runs on."""
 
     number: int
     method: str
@@ -143,6 +143,8 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
         method = getattr(program, call.method)
         result = await loop.run_in_executor(threads, _called, method, call.arguments)
         answer = frame(CallAnswer(call.number, value=await result if isawaitable(result) else result))
+    except asyncio.CancelledError:
+        answer = frame(CallAnswer(call.number, raised="was cancelled"))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of user code is an answer
         is_refusal = isinstance(error, HeadwayError)
         if not is_refusal:

@@ -36,6 +36,10 @@ class HostLostError(UserCodeError):
     """The host was killed, or ended by itself, during this call, which may or may not be at fault."""
 
 
+class CallTimeoutError(UserCodeError):
+    """The call ran past its deadline, and was cancelled; its process lives."""
+
+
 class RefusedError(UserCodeError):
     """The program refused the call's arguments with one of Headway's own errors."""
 
@@ -81,17 +85,21 @@ class HostProcess:
         """Whether the process takes no more calls."""
         return bool(self._end)
 
-    async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
-        """Returns the method's result. Raises UserCodeError where the method raises, HostLostError where the deadline
-        passes, at which the process is killed, or where it ends meanwhile."""
+    async def call(self, method: str, arguments: list[Any], deadline_s: float, grace_s: float = 0.0) -> Any:
+        """Returns the method's result. Raises UserCodeError where the method raises, HostLostError where the process
+        ends meanwhile. Past the deadline it is killed; with `grace_s` the call is cancelled first, and CallTimeoutError
+        raised if it ends within so many seconds."""
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(deadline_s):
                 await self._send(Call(number, method, arguments))
-                answer = await answered
+                answer = await asyncio.shield(answered)
         except TimeoutError:
-            await self.lose(f"ran past its deadline of {deadline_s:g} s")
+            past = f"ran past its deadline of {deadline_s:g} s"
+            if grace_s and await self._ends_when_cancelled(number, answered, grace_s):
+                raise CallTimeoutError(past) from None
+            await self.lose(past)
             raise HostLostError(self._end) from None
         except asyncio.CancelledError:
             self._cancel(number)
@@ -170,6 +178,11 @@ class HostProcess:
                 return f"ended its process with {ending}"
         return "closed its process's channel"
 
+    async def _ends_when_cancelled(self, number: int, answered: asyncio.Future[CallAnswer], grace_s: float) -> bool:
+        self._cancel(number)
+        await asyncio.wait({answered}, timeout=grace_s)
+        return answered.done() and not self._end
+
     def _cancel(self, number: int) -> None:
         """Have the process cancel a call, whose answer nobody waits for."""
         assert self._process.stdin is not None
@@ -207,6 +220,8 @@ def _directory_of(program: Program) -> str | None:
 
 
 MOST_PLACES = 1024
+CANCEL_S = 10.0
+"""A call that is cancelled at its deadline may take so long to end, before its process is killed."""
 log = logging.getLogger(__name__)
 
 
@@ -228,7 +243,7 @@ class Host:
                 self._process = await HostProcess.start(self._program, self._most_places)
             return self._process
 
-    async def call(self, method: str, arguments: list[Any], deadline_s: float) -> Any:
+    async def call(self, method: str, arguments: list[Any], deadline_s: float, grace_s: float = 0.0) -> Any:
         """Calls as HostProcess.call does. The deadline begins when a running process has a place for the call."""
         self.calls += 1
         try:
@@ -236,7 +251,7 @@ class Host:
                 process = await self.start()
                 async with process.places:
                     if not process.is_lost:
-                        return await process.call(method, arguments, deadline_s)
+                        return await process.call(method, arguments, deadline_s, grace_s)
         finally:
             self.calls -= 1
 
@@ -276,22 +291,27 @@ class HostPool:
         self, method: str, *arguments: Any, deadline_s: float, on_lost: Callable[[], None] | None = None
     ) -> Any:
         """Returns the result of a method that is called at most twice. Raises UserCodeError, which says how the last
-        call ended. With `on_lost` only a call whose process was lost is made again, once that has been called."""
-        host = min(self._shared, key=lambda host: host.calls)
-        try:
-            return await host.call(method, list(arguments), deadline_s)
-        except RefusedError:
-            raise
-        except UserCodeError as error:
-            if on_lost is not None and not isinstance(error, HostLostError):
+        call ended.
+
+        With `on_lost` only a call whose process was lost is made again, up to twice, each time once that has been
+        called: beside others first, and then alone. It is cancelled at its deadline, and its process killed only if it
+        does not end then.
+        """
+        tries = 2 if on_lost is not None else 1
+        for _ in range(tries):
+            host = min(self._shared, key=lambda host: host.calls)
+            try:
+                return await host.call(method, list(arguments), deadline_s, CANCEL_S if on_lost else 0.0)
+            except RefusedError:
                 raise
-            log.warning(
-                "%s: a call, or another one beside it, %s; it is made once more, alone", self._program.name, error
-            )
-        self.repeated += 1
-        if on_lost is not None:
-            on_lost()
-        return await self._alone.call(method, list(arguments), deadline_s)
+            except UserCodeError as error:
+                if on_lost is not None and not isinstance(error, HostLostError):
+                    raise
+                log.warning("%s: a call, or another one beside it, %s; it is made once more", self._program.name, error)
+            self.repeated += 1
+            if on_lost is not None:
+                on_lost()
+        return await self._alone.call(method, list(arguments), deadline_s, CANCEL_S if on_lost else 0.0)
 
     async def close(self) -> None:
         """Kill all hosts. Idempotent; a later call would start them again."""

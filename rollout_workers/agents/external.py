@@ -4,21 +4,23 @@
     POST /s/SESSION/v1/...    calls of the model
     POST /s/SESSION/finish    {reward, measures}
 
-A session's name is made of the key and the sample, so that it stays the same at the next attempt: a client that repeats
-its call while another worker takes the episode over goes on there, if it has the same address and key.
+A session's name is made of the key, the sample and the attempt that began the episode, which its turns tell. So it
+stays the same where another worker takes the episode over: a client that repeats its call meanwhile goes on there, if
+that worker has the same address and key. The task is offered again only if no call comes for a while.
 """
 
 import asyncio
 import hmac
 import os
 from collections import deque
-from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 
-from headway.broker.errors import ConfigError, UserCodeError
+from headway.broker.errors import ConfigError
+from headway.broker.user_code.pool import CallTimeoutError
 
 from .calls import CallRefusedError
 from .episode import AgentTask
@@ -27,6 +29,10 @@ EXTERNAL = "external"
 """The kind of agents that come from outside."""
 KEY, SHORTEST_KEY = "HEADWAY_GATEWAY_KEY", 16
 NAME_BYTES = 18
+SILENT_S = 120.0
+"""An episode that was taken over is offered again if its agent does not call for so long."""
+REMEMBERED = 10_000
+"""Ended sessions that are told from those that may come back."""
 
 
 class ExternalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +42,8 @@ class ExternalOptions(msgspec.Struct, frozen=True, kw_only=True):
 class _Offer(msgspec.Struct, eq=False):
     task: AgentTask
     name: str
+    claimed: asyncio.Event
+    """Set once an agent plays it."""
 
 
 class ExternalAgents:
@@ -52,11 +60,17 @@ class ExternalAgents:
                 f" of the workers to at least {SHORTEST_KEY} characters, such as of `openssl rand -hex 16`."
             )
         self._offers: deque[_Offer] = deque()
+        self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._ends: dict[str, asyncio.Future[tuple[float | None, dict[str, float]]]] = {}
 
-    def name_of(self, sample: str) -> str:
-        """Return the name of a sample's session: the same for all attempts, and unknown without the key."""
-        return blake2b(sample.encode(), key=self._key.encode()[:64], digest_size=NAME_BYTES).hexdigest()
+    def name_of(self, sample: str, attempt: str) -> str:
+        """Return the name of an attempt's session, which is unknown without the key."""
+        whole = f"{sample} {attempt}".encode()
+        return blake2b(whole, key=self._key.encode()[:64], digest_size=NAME_BYTES).hexdigest()
+
+    def has_ended(self, name: str) -> bool:
+        """Return whether a session has ended here, so that it never comes back."""
+        return name in self._ended
 
     def claim(self, key: str) -> dict[str, Any] | None:
         """See Claims."""
@@ -65,6 +79,7 @@ class ExternalAgents:
         if not self._offers:
             return None
         offer = self._offers.popleft()
+        offer.claimed.set()
         return {"session": offer.name, "task": msgspec.to_builtins(offer.task)}
 
     def finish(self, name: str, reward: float | None, measures: dict[str, float]) -> None:
@@ -74,22 +89,38 @@ class ExternalAgents:
             ended.set_result((reward, measures))
 
     async def play(
-        self, task: AgentTask, base_url: str, api_key: str, *, deadline_s: float, on_lost: Callable[[], None]
+        self, task: AgentTask, name: str, called: asyncio.Event, *, is_resumed: bool, deadline_s: float
     ) -> tuple[float | None, dict[str, float], list[str]]:
-        """Offer an episode, and return its outcome. Raises UserCodeError where no agent ends it in time."""
-        offer = _Offer(task, api_key)
-        self._offers.append(offer)
-        ended = self._ends[api_key] = asyncio.get_running_loop().create_future()
+        """Offer an episode, and return its outcome. `called` is set by the first call of its session; where it is
+        resumed, its agent may still live. Raises CallTimeoutError where an agent that has it does not end it in time.
+        """
+        ended = self._ends[name] = asyncio.get_running_loop().create_future()
         try:
+            if not is_resumed or not await _set_within(called, SILENT_S):
+                await self._claimed(_Offer(task, name, called))
             async with asyncio.timeout(deadline_s):
                 reward, measures = await ended
         except TimeoutError:
-            raise UserCodeError(f"was not ended by its agent within its deadline of {deadline_s:g} s") from None
+            raise CallTimeoutError(f"was not ended by its agent within its deadline of {deadline_s:g} s") from None
         finally:
-            del self._ends[api_key]
+            del self._ends[name]
+            self._ended.append(name)
+        return reward, measures, []
+
+    async def _claimed(self, offer: _Offer) -> None:
+        self._offers.append(offer)
+        try:
+            await offer.claimed.wait()
+        finally:
             if offer in self._offers:
                 self._offers.remove(offer)
-        return reward, measures, []
 
     async def close(self) -> None:
         """Do nothing: the agents are not ours to end."""
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

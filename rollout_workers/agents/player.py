@@ -14,6 +14,7 @@ from headway.broker.errors import UserCodeError
 from headway.broker.schema import Prompt, Segment
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import typed_options
+from headway.broker.user_code.pool import CallTimeoutError, HostLostError
 from headway.broker.wire.rows import is_of_agent
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.decoding import Decoding
@@ -34,8 +35,6 @@ from .hosted import AgentHosts, Played
 from .session import EpisodeSession
 from .tree import EpisodeRecorder
 
-SPARE_S = 60.0
-"""The endpoint waits so much longer for an answer than the session, which says why there is none."""
 log = logging.getLogger(__name__)
 
 
@@ -86,10 +85,9 @@ class AgentPlayer:
         what the endpoint calls the model. Raises ConfigError, UserCodeError."""
         options = typed_options(config.format.options, AgentFormatOptions, "agent.format.options")
         chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, options=options, roots=roots)
-        sessions = OpenSessions()
-        settings = EndpointSettings(ignore_sampling=config.ignore_sampling, call_s=config.turn_s + SPARE_S)
+        settings = EndpointSettings(ignore_sampling=config.ignore_sampling, call_s=config.episode_s)
         external = ExternalAgents() if config.kind == EXTERNAL else None
-        sessions.come_back = external is not None
+        sessions = OpenSessions(external)
         endpoint = await Endpoint.start(sessions, config.host, config.port, settings, external)
         try:
             agents = external or await AgentHosts.open(config, roots or ImportRoots())
@@ -115,19 +113,7 @@ class AgentPlayer:
         """See Player. Raises EngineFailedError where the engine fails at a call."""
         recorder = sample.recorder
         assert isinstance(recorder, EpisodeRecorder)
-        name, end = secrets.token_urlsafe(24), None
-        if isinstance(self._agents, ExternalAgents):
-            name = self._agents.name_of(sample.request.request_id.rpartition(":")[0])
-            end = partial(self._agents.finish, name)
-        session = EpisodeSession(
-            sample,
-            recorder,
-            self._format,
-            self._config,
-            model=self._model,
-            text_of=partial(_text_of, self._decoding),
-            end=end,
-        )
+        session, name = self._opened(sample, recorder)
         self._sessions.open[name] = session
         try:
             with trace.generating():
@@ -138,6 +124,26 @@ class AgentPlayer:
         with trace.scoring():
             scored = await self._scored(sample.prompt, recorder, reward)
         return ScoredTurn(scored.reward, scored.components | measures | _measures(session, recorder, reason), ())
+
+    def _opened(self, sample: PlayedSample, recorder: EpisodeRecorder) -> tuple[EpisodeSession, str]:
+        """Return a session with its name, which is its secret."""
+        name, end = secrets.token_urlsafe(24), None
+        attempt = next((turn.call.attempt for turn in recorder.turns if turn.call), "")
+        if isinstance(self._agents, ExternalAgents):
+            attempt = attempt or secrets.token_hex(8)
+            name = self._agents.name_of(sample.request.request_id.rpartition(":")[0], attempt)
+            end = partial(self._agents.finish, name)
+        session = EpisodeSession(
+            sample,
+            recorder,
+            self._format,
+            self._config,
+            model=self._model,
+            text_of=self._decoding.decode,
+            attempt=attempt,
+            end=end,
+        )
+        return session, name
 
     async def score_turn(
         self, prompt: Prompt, recorder: Recorder, room: int, trace: SampleTrace = NO_TRACER
@@ -157,26 +163,28 @@ class AgentPlayer:
         self, sample: PlayedSample, session: EpisodeSession, name: str
     ) -> tuple[float | None, dict[str, float], str]:
         """Return the agent's reward and measures, and the reason for which it failed, if it did and is to get 0."""
+        failure: UserCodeError | None = None
+        reward, measures, left_out = None, dict[str, float](), list[str]()
         try:
             reward, measures, left_out = await self._unless_failed(sample, session, name)
         except UserCodeError as error:
-            failure = self._failures.note(sample.prompt, error)
-            if self._config.on_failure == "again" or not _has_turns(sample.recorder):
-                raise failure from error
-            log.warning("%s", failure)
-            return 0.0, {}, _reason(error)
+            failure = error
+        session.settle()
         if not _has_turns(sample.recorder):
-            raise self._failures.note(sample.prompt, UserCodeError("ended without a turn that could be trained"))
-        self._failures.note_success()
-        kept = self._dropped.note(measures, left_out)
-        return reward, {f"agent/{name}": value for name, value in kept.items()}, ""
+            failure = failure or UserCodeError("ended without a turn that could be trained")
+        if failure is None:
+            self._failures.note_success()
+            kept = self._dropped.note(measures, left_out)
+            return reward, {f"agent/{name}": value for name, value in kept.items()}, ""
+        noted = self._failures.note(sample.prompt, failure)
+        if self._config.on_failure == "again" or not _has_turns(sample.recorder):
+            raise noted from failure
+        log.warning("%s", noted)
+        return 0.0, {}, _reason(failure)
 
     async def _unless_failed(self, sample: PlayedSample, session: EpisodeSession, name: str) -> Played:
         """Return what the agent returned. Raises the engine's failure at once, whatever the agent does."""
-        url, deadline_s = self._endpoint.url_of(name), self._config.episode_s
-        playing = asyncio.ensure_future(
-            self._agents.play(_task(sample), url, name, deadline_s=deadline_s, on_lost=session.begin_again)
-        )
+        playing = asyncio.ensure_future(self._playing(sample, session, name))
         try:
             either: list[asyncio.Future[Any]] = [playing, session.failure]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -185,6 +193,14 @@ class AgentPlayer:
             return await playing
         finally:
             playing.cancel()
+
+    async def _playing(self, sample: PlayedSample, session: EpisodeSession, name: str) -> Played:
+        task, deadline_s = _task(sample), self._config.episode_s
+        if isinstance(self._agents, ExternalAgents):
+            is_resumed = isinstance(sample.recorder, EpisodeRecorder) and sample.recorder.resumed > 0
+            return await self._agents.play(task, name, session.called, is_resumed=is_resumed, deadline_s=deadline_s)
+        url, again = self._endpoint.url_of(name), session.begin_again
+        return await self._agents.play(task, url, name, deadline_s=deadline_s, on_lost=again)
 
     async def _scored(self, prompt: Prompt, recorder: EpisodeRecorder, reward: float | None) -> ScoredTurn:
         """Return the episode's reward beside its turns': the agent's, or, where it has none, that of the run's reward
@@ -209,18 +225,21 @@ def _has_turns(recorder: Recorder) -> bool:
 class OpenSessions:
     """The sessions under way, by their names: an implementation of `calls.Sessions`."""
 
-    def __init__(self) -> None:
+    def __init__(self, external: ExternalAgents | None = None) -> None:
+        """`external` are agents that outlive their worker: a session that is not open may be opened yet."""
         self.open: dict[str, EpisodeSession] = {}
-        self.come_back = False
-        """Whether a session that is not open here may be opened yet, as agents from outside outlive their worker."""
+        self._external = external
 
     def session(self, name: str) -> Session:
         """See Sessions."""
-        if name not in self.open and self.come_back:
+        if name not in self.open and self._may_come_back(name):
             raise SessionAwayError("there is no such session now; repeat the call until a worker has its episode again")
         if name not in self.open:
             raise SessionEndedError("there is no such session; its episode has ended, or another worker plays it now")
         return self.open[name]
+
+    def _may_come_back(self, name: str) -> bool:
+        return self._external is not None and not self._external.has_ended(name)
 
 
 def _task(sample: PlayedSample) -> AgentTask:
@@ -237,16 +256,11 @@ def _task(sample: PlayedSample) -> AgentTask:
     )
 
 
-def _text_of(decoding: Decoding, token_ids: list[int]) -> str:
-    return decoding.decode(token_ids)
-
-
 def _reason(error: UserCodeError) -> str:
-    """Return a short word for why an agent failed."""
-    text = str(error)
-    if "deadline" in text:
+    """Return a word for why an agent failed."""
+    if isinstance(error, CallTimeoutError):
         return "timeout"
-    return "lost" if "ended its process" in text or "was closed" in text else "raised"
+    return "lost" if isinstance(error, HostLostError) else "raised"
 
 
 def _measures(session: EpisodeSession, recorder: EpisodeRecorder, reason: str) -> dict[str, float]:

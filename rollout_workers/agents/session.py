@@ -12,7 +12,8 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -71,9 +72,13 @@ class EpisodeSession:
         *,
         model: str,
         text_of: Callable[[list[int]], str],
+        attempt: str = "",
         end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
-        """`end` takes the outcome of an agent that no worker started; None: the agent returns it."""
+        """`end` takes the outcome of an agent that no worker started, and `attempt` names the attempt that began its
+        episode; None: the agent returns it."""
+        self.called = asyncio.Event()
+        """Set by the first call."""
         self.model = model
         self.text_of = text_of
         self.counts: Counter[str] = Counter()
@@ -82,7 +87,7 @@ class EpisodeSession:
         """Seconds in which the agent asked nothing: its tools worked, or itself."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the episode cannot go on, of the engine's side; never done where it can."""
-        self._finish = end
+        self._attempt, self._finish = attempt, end
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
@@ -93,23 +98,29 @@ class EpisodeSession:
         """Turns by the client's own names of their calls."""
         self._turns_of: dict[str, list[int]] = {}
         """The turns that end a conversation, by the conversation's digest."""
+        self._rewarded: int | None = None
+        """The main turn whose answer the agent got last."""
         self._main_system: str | None = None
         self._keeping = asyncio.Lock()
-        self._reserved = 0
+        self._reserved = self._sampling = 0
+        self._freed = asyncio.Event()
+        """Set when a call that runs has left tokens."""
+        self._asked: Counter[str] = Counter()
+        """Calls that were sampled, by their digest."""
         self._idle_since = time.monotonic()
-        self._has_begun = False
         self._is_over = False
         for number in range(recorder.resumed):
             turn = recorder.turns[number]
             assert turn.call is not None
             self._recorded.setdefault(turn.call.digest, []).append(_Recorded(number, is_kept=True))
+            self._asked[turn.call.digest] += 1
             self._turns_of.setdefault(turn.call.conversation, []).append(number)
         self._turns_of.pop("", None)
 
     @property
     def is_outside(self) -> bool:
         """Whether the agent has called before, and no call of it runs."""
-        return self._has_begun and not self._running and not self._is_over
+        return self.called.is_set() and not self._running and not self._is_over
 
     def end(self) -> None:
         """Refuse all further calls, and cancel those that run. Idempotent."""
@@ -129,6 +140,7 @@ class EpisodeSession:
         call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
         call = replace(call, role=self._role(call))
         if (known := self._known(call)) is not None:
+            self._note_answered(call, known)
             return known
         running = self._joined(call)
         running.waiting += 1
@@ -140,8 +152,13 @@ class EpisodeSession:
             raise
         finally:
             running.waiting -= 1
-        self._find(answer).is_kept = False
+        self._note_answered(call, answer)
         return answer
+
+    def _note_answered(self, call: ChatCall, answer: ChatAnswer) -> None:
+        self._find(answer).is_kept = False
+        if call.role == "main" and answer.token_ids:
+            self._rewarded = _number_of(answer.id)
 
     def note_lost(self, answer: ChatAnswer) -> None:
         """See Session."""
@@ -160,10 +177,11 @@ class EpisodeSession:
     def give_reward(self, reward: float) -> None:
         """See Session."""
         self._check_open()
-        number = self._recorder.newest_main()
-        if number is None or not math.isfinite(reward):
+        if self._rewarded is None or not math.isfinite(reward):
             raise CallRefusedError(f"a reward of {reward} for no turn, or no finite number")
-        self._recorder.give_reward(number, reward)
+        if self._finish is not None:  # another worker that takes the episode over would not have it
+            raise CallRefusedError("an agent from outside gives its whole reward with /finish")
+        self._recorder.give_reward(self._rewarded, reward)
 
     async def finish(self, reward: float | None, measures: dict[str, float]) -> None:
         """See Session."""
@@ -174,7 +192,8 @@ class EpisodeSession:
     def begin_again(self) -> None:
         """Note that the agent is run again: it gets all answers from the record that it asks for once more."""
         self._cancel()
-        self._main_system = None
+        self._running = {}
+        self._main_system = self._rewarded = None
         self._recorder.begin_again()
         for recorded in self._recorded.values():
             for one in recorded:
@@ -183,7 +202,10 @@ class EpisodeSession:
     def settle(self) -> None:
         """Note that the agent has ended: turns that it did not see are not trained."""
         self.end()
-        if unseen := self._unseen():
+        unseen = self._unseen()
+        if self._finish is not None:  # an agent from outside is not run again, and need not ask for what it has
+            unseen = {number for number in unseen if number >= self._recorder.resumed}
+        if unseen:
             self.counts["unseen_turns"] += len(unseen)
             self._recorder.drop(unseen)
 
@@ -209,13 +231,13 @@ class EpisodeSession:
         """Note a call. Returns the seconds since the answer before, if no other call runs."""
         waited_s = 0.0 if self._running else time.monotonic() - self._idle_since
         self.waited_s += waited_s
-        self._has_begun = True
+        self.called.set()
         return waited_s
 
     def _ended(self, digest: str, running: _Running) -> None:
-        self._running[digest].remove(running)
-        if not self._running[digest]:
-            del self._running[digest]
+        beside = [one for one in self._running.pop(digest, []) if one is not running]
+        if beside:
+            self._running[digest] = beside
         self._idle_since = time.monotonic()
 
     def _find(self, answer: ChatAnswer) -> _Recorded:
@@ -253,11 +275,7 @@ class EpisodeSession:
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
         try:
-            async with asyncio.timeout(self._config.turn_s):
-                return await self._turn(call, waited_s, time.monotonic())
-        except TimeoutError:
-            self.counts["turn_timeouts"] += 1
-            raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
+            return await self._turn(call, waited_s)
         except (CallRefusedError, SessionEndedError):
             raise
         except FormatError as error:
@@ -272,44 +290,77 @@ class EpisodeSession:
             self.failure.exception()  # whoever plays the episode may be gone
         self.end()
 
-    async def _turn(self, call: ChatCall, waited_s: float, began_s: float) -> ChatAnswer:
-        context = await self._context(call)
-        whole = [*self._recorder.row(context.after)[: context.keeps], *context.read]
-        longest = self._longest_answer(call, whole, context)
-        if longest < 1 or len(self._recorder.turns) - self._unrepeated() >= self._config.max_turns:
-            self.counts["over_budget"] += 1
-            return _spent(whole)
-        reserved = len(context.read) + longest
-        self._reserved += reserved
-        turn = Recorder()
+    async def _turn(self, call: ChatCall, waited_s: float) -> ChatAnswer:
+        began_s = time.monotonic()
         try:
-            await self._sample.generate(self._request(call, whole, longest), turn)
-        finally:
-            self._reserved -= reserved
+            async with asyncio.timeout(self._config.turn_s) as limit:
+                context = await self._context(call)
+                whole = [*self._recorder.row(context.after)[: context.keeps], *context.read]
+                async with self._reserved_for(call, context, whole) as longest:
+                    if longest < 1:
+                        self.counts["over_budget"] += 1
+                        return _spent(whole)
+                    turn = Recorder()
+                    await self._sample.generate(self._request(call, whole, longest), turn)
+                    limit.reschedule(None)  # to make it durable may take as long as the broker is away
+                    number = await self._keep(call, context, turn, waited_s, time.monotonic() - began_s)
+        except TimeoutError:
+            self.counts["turn_timeouts"] += 1
+            raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
+        self._check_open()
+        recorded = self._recorder.turn(number)
+        return self._answer(recorded, self._parsed(recorded, call.tools))
+
+    async def _keep(self, call: ChatCall, context: _Context, turn: Recorder, waited_s: float, sampled_s: float) -> int:
+        """Record a turn, and return its number once it is durable."""
         parsed = self._format.parse(turn.tokens, call.tools)
         made = AgentCall(
             after=context.after,
             keeps=context.keeps,
             digest=call.digest,
+            attempt=self._attempt,
             conversation=_ended_by(call, parsed),
             role=call.role,
             finish_reason=turn.finished(),
             tool_calls=len(parsed.tool_calls),
             waited_s=waited_s,
-            sampled_s=time.monotonic() - began_s,
+            sampled_s=sampled_s,
         )
         async with self._keeping:
             number = self._recorder.add_turn(context.read, turn, made)
-            self._recorded.setdefault(call.digest, []).append(_Recorded(number, is_kept=True))
-            if call.key:
-                self._keys[call.key] = number
             await self._sample.keep()
-        self._check_open()
-        self._count(call, context, turn)
+        self._note_turn(call, context, turn, number)
+        return number
+
+    @asynccontextmanager
+    async def _reserved_for(self, call: ChatCall, context: _Context, whole: list[int]) -> AsyncIterator[int]:
+        """Yield how many tokens the answer may have, which no other call may take meanwhile; 0 if the episode has no
+        turn or token left. Where only calls that run have them, it waits for these."""
+        while (longest := self._longest_answer(call, whole, context)) < 1 and self._reserved:
+            self._freed.clear()
+            await self._freed.wait()
+        turns = len(self._recorder.turns) - self._unrepeated() + self._sampling
+        if longest < 1 or turns >= self._config.max_turns:
+            yield 0
+            return
+        reserved = len(context.read) + longest
+        self._reserved, self._sampling = self._reserved + reserved, self._sampling + 1
+        try:
+            yield longest
+        finally:
+            self._reserved, self._sampling = self._reserved - reserved, self._sampling - 1
+            self._freed.set()
+
+    def _note_turn(self, call: ChatCall, context: _Context, turn: Recorder, number: int) -> None:
+        """Note a turn that is durable: from now on it may be repeated."""
+        self._recorded.setdefault(call.digest, []).append(_Recorded(number, is_kept=True))
+        if call.key:
+            self._keys[call.key] = number
+        made = self._recorder.turns[number].call
+        assert made is not None
         if made.conversation:
             self._turns_of.setdefault(made.conversation, []).append(number)
-        recorded = self._recorder.turn(number)
-        return self._answer(recorded, self._parsed(recorded, call.tools))
+        self._count(call, context, turn)
 
     def _count(self, call: ChatCall, context: _Context, turn: Recorder) -> None:
         self.counts["turns"] += 1
@@ -337,7 +388,7 @@ class EpisodeSession:
     def _request(self, call: ChatCall, whole: list[int], longest: int) -> Any:
         """Return the request for an answer after `whole`. Its seed depends on what is asked and how often it was."""
         request = self._sample.request
-        asked = len(self._recorded.get(call.digest, []))
+        asked, self._asked[call.digest] = self._asked[call.digest], self._asked[call.digest] + 1
         seed = None if request.seed is None else zlib.crc32(f"{request.seed}:{call.digest}:{asked}".encode())
         return replace(
             request,

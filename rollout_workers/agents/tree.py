@@ -9,10 +9,7 @@ from numpy.typing import NDArray
 
 from headway.broker.schema import AgentCall, Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
 from headway.broker.wire.rows import TurnRows
-from headway.rollout_workers.samples.recorder import EngineOutputError, Recorder
-
-CLAMPED_LOGPROB = -9999.0
-"""What engines send in the place of a logprob that they do not have."""
+from headway.rollout_workers.samples.recorder import Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +78,7 @@ class EpisodeRecorder(Recorder):
 
     def add_turn(self, read: Sequence[int], sampled: Recorder, call: AgentCall) -> int:
         """Append a turn: the tokens `read` after what `call` goes on from, and those that were `sampled`. Returns its
-        number. Raises EngineOutputError for logprobs that are none."""
-        if any(logprob <= CLAMPED_LOGPROB for logprob in sampled.logprobs):
-            raise EngineOutputError(f"the engine sent {CLAMPED_LOGPROB:g} as a logprob, which stands for none")
+        number."""
         is_trained = call.role == "main"
         start, end = len(self.tokens) + len(read), len(self.tokens) + len(read) + len(sampled.tokens)
         first = sampled.spans[0].version

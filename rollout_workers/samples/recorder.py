@@ -14,7 +14,6 @@ fit what the broker stores. An append takes 0.3 to 0.5 ms of a worker's CPU, wit
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
@@ -28,6 +27,9 @@ from headway.broker.schema import Experts, Lease, Segment, Trajectory, Trajector
 from headway.broker.security.sample_validation import LOGPROB_ROUNDING
 from headway.rollout_workers.config import WorkersConfig
 from headway.rollout_workers.engines.base import Chunk, FinishReason
+
+CLAMPED_LOGPROB = -9999.0
+"""What engines send in the place of a logprob that they do not have."""
 
 
 class MissingExpertsError(HeadwayError):
@@ -224,9 +226,11 @@ class Recorder:
             raise EngineOutputError(f"{at} sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} logprobs")
         if self.spans and chunk.token_ids and chunk.version < self.newest_version:
             raise EngineOutputError(f"{at} went back from {self.newest_version} to {chunk.version}")
-        wrong = [value for value in chunk.logprobs if not (math.isfinite(value) and value <= LOGPROB_ROUNDING)]
+        wrong = [value for value in chunk.logprobs if not CLAMPED_LOGPROB < value <= LOGPROB_ROUNDING]
         if wrong:
-            raise EngineOutputError(f"{at} sent {wrong[0]} as a logprob; weights with NaN or Inf do this")
+            raise EngineOutputError(
+                f"{at} sent {wrong[0]} as a logprob, which is none; weights with NaN or Inf do this"
+            )
 
 
 RETRY_S = 1.0

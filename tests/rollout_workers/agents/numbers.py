@@ -69,14 +69,39 @@ async def leave(episode: AgentEpisode, task: AgentTask) -> None:
     await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
 
 
+def is_first(task: AgentTask, what: str) -> bool:
+    """Whether no other call asked the same of this sample, in any process."""
+    try:
+        os.mkdir(f"{os.environ['AGENT_MARKS']}/{task.id}-{task.sample}-{what}")
+    except FileExistsError:
+        return False
+    return True
+
+
+async def forget(episode: AgentEpisode, task: AgentTask) -> float:
+    """Of half of all episodes, end the process after a turn, and then return without having asked for it again."""
+    forgets = task.sample == 0
+    if forgets and is_first(task, "end"):
+        await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+        os._exit(1)
+    if not forgets or not is_first(task, "forget"):
+        await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+    return 1.0
+
+
+async def hang(episode: AgentEpisode, task: AgentTask) -> float:
+    """Hang in the first attempt at half of all episodes, after a turn."""
+    await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+    if task.sample == 0 and is_first(task, "hang"):
+        await asyncio.sleep(1e6)
+    return 1.0
+
+
 async def die(episode: AgentEpisode, task: AgentTask) -> float:
     """End the process in the first attempt at each episode, after a turn."""
     answer = await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
-    try:
-        os.mkdir(f"{os.environ['AGENT_MARKS']}/{task.id}-{task.sample}")
+    if is_first(task, "die"):
         os._exit(1)
-    except FileExistsError:
-        pass
     await episode.chat([{"role": "user", "content": "9 9"}, answer.message, {"role": "user", "content": "1"}])
     return 1.0
 

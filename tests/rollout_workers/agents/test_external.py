@@ -35,8 +35,8 @@ LONG = 400
 
 async def gateway(port: int = 0) -> AgentPlayer:
     """Return a player whose agents come from outside."""
-    sessions, agents = OpenSessions(), ExternalAgents(KEY)
-    sessions.come_back = True
+    agents = ExternalAgents(KEY)
+    sessions = OpenSessions(agents)
     endpoint = await Endpoint.start(sessions, port=port, claims=agents)
     config = AgentConfig(kind="external")
     return AgentPlayer(config, agents, endpoint, sessions, OneReward(), NumberFormat(), decoding(()), model="m")

@@ -176,6 +176,26 @@ async def test_an_agent_that_ends_its_process_plays_on(
         assert len(rows_of(trajectory)) == 1
 
 
+@pytest.mark.parametrize("agent", ["forget", "hang"])
+async def test_an_episode_that_came_to_nothing_begins_anew(
+    brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    monkeypatch.setenv("AGENT_MARKS", str(tmp_path))
+    learner = await Learner.start(brokers[0], groups=2)
+    deliveries = Deliveries()
+    await learner.publish(0, deliveries)
+    player = await open_player(agent, episode_s=5.0 if agent == "hang" else 600.0)
+    worker = make_worker(brokers[1], make_engine(tmp_path / "m"), deliveries, player=player, max_new_tokens=LONG)
+    async with running(worker):
+        groups = await learner.take(0)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        check(learner, trajectory)
+        assert len(trajectory.turns) == 1
+    assert worker.unscored >= 2
+    if agent == "hang":
+        assert player._agents._pool.repeated == 0, "the other episodes of the process play on"
+
+
 async def test_a_failed_episode_is_trained_with_nothing_where_the_recipe_says_so(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path
 ) -> None:

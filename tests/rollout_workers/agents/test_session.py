@@ -131,7 +131,7 @@ async def test_a_call_is_named_by_its_clients_key() -> None:
 
 async def test_parallel_calls_that_ask_the_same_have_answers_of_their_own() -> None:
     engine = Engine("one", "two")
-    attempt = Attempt(engine, config=AgentConfig(kind="test", max_turn_tokens=10))
+    attempt = Attempt(engine)
     answers = await asyncio.gather(attempt.session.chat(user("hi")), attempt.session.chat(user("hi")))
     assert sorted(answer.message["content"] for answer in answers) == ["one", "two"]
     assert sorted(rows(attempt)) == [("<u>hi<a>", "one$"), ("<u>hi<a>", "two$")]
@@ -188,6 +188,41 @@ async def test_another_attempt_repeats_what_was_kept_and_goes_on() -> None:
     assert rows(heir) == [("<u>hi<a>", "one$<u>?<a>two$<u>!<a>three$")]
     trajectory = heir.recorder.to_trajectory(LEASE, {}, 1.0, "w")
     assert [(span.version.step, span.end) for span in trajectory.spans] == [(0, 23), (3, len(trajectory.loss_mask))]
+
+
+async def test_a_reward_is_of_the_turn_that_the_agent_got_last() -> None:
+    first = Attempt(Engine("one", "two"))
+    call = user("hi")
+    answer = await first.session.chat(call)
+    await first.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    heir = Attempt(Engine(), *first.segments)
+    await heir.session.chat(call)
+    heir.session.give_reward(1.0)
+    await heir.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    heir.session.settle()
+    trajectory = heir.recorder.to_trajectory(LEASE, {}, 0.0, "w")
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 0.0]
+
+
+async def test_parallel_calls_share_turns_and_tokens() -> None:
+    engine = Engine("one", "two", "three")
+    attempt = Attempt(engine, config=AgentConfig(kind="test", max_turns=2), most_tokens=40)
+    answers = await asyncio.gather(*(attempt.session.chat(user("hi")) for _ in range(3)))
+    assert sorted(len(answer.token_ids) for answer in answers) == [0, 4, 4]
+    assert len({request.request_id for request in engine.asked}) == 2
+
+
+async def test_an_outage_of_the_broker_is_no_timeout_of_the_model() -> None:
+    may_keep = asyncio.Event()
+    config = AgentConfig(kind="test", turn_s=0.05)
+    attempt = Attempt(Engine("one"), config=config, keep=may_keep.wait)  # type: ignore[arg-type]
+    answering = asyncio.create_task(attempt.session.chat(user("hi")))
+    await asyncio.sleep(0.2)
+    again = asyncio.create_task(attempt.session.chat(user("hi")))
+    await asyncio.sleep(0)
+    may_keep.set()
+    assert (await answering).message["content"] == "one"
+    assert (await again).message["content"] == "ok", "what is not durable yet is no answer to another call"
 
 
 async def test_an_agent_that_is_run_again_repeats_its_turns_without_their_rewards() -> None:
