@@ -67,7 +67,8 @@ FREE = frozenset(
         "staleness": "max_lag ahead on_straggler min_group_size on_over_bound",
         "engine": "kind max_concurrent dtype device threads options",
         "environment": "kind options deadline_s processes max_says",
-        "agent": "kind options format max_turns max_turn_tokens turn_s episode_s ignore_sampling on_failure"
+        "agent.format": "kind options",
+        "agent": "kind options max_turns max_turn_tokens turn_s episode_s ignore_sampling on_failure"
         " episodes_per_place processes host port",
         "teacher": "path deadline_s",
         "scorers.engine": "kind options",
@@ -78,6 +79,7 @@ FREE = frozenset(
         "sampling": "seed keep_special_tokens",
         "algorithm": "preset corrections proximal entropy_coefficient mask_truncated dynamic_sampling",
         "algorithm.advantage": "kind options",
+        "algorithm.credit": "kind gamma",
         "algorithm.objective": "kind anchor options",
         "algorithm.aggregation": "kind options",
         "algorithm.kl": "kind coefficient place ema_decay",
