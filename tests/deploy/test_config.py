@@ -145,9 +145,9 @@ def test_a_worker_may_change_its_engine(recipe_path: Path) -> None:
         ("staleness.max_lag=two", "staleness.max_lag is 'two'; expected an integer"),
         ("algorithm.aggregation.kind=mean", "algorithm.aggregation.kind is 'mean'; expected one of"),
         ("sft.phases[0].until_pass_rate=3", "until_pass_rate is 3; expected a number >= 0 and <= 1 (pass rate"),
-        ("prompts.kind=7", "prompts.kind is 7; expected a text (arithmetic, jsonl, parquet,"),
+        ("prompts.kind=7", "prompts.kind is 7; expected a text (arithmetic, numbered, jsonl,"),
         ("run=x", "run is 'x'; expected a section with name, directory, seed, placement."),
-        ("sft.phases=[{max_steps: 3}]", "sft.phases[0].kind is missing; expected a text (arithmetic, jsonl,"),
+        ("sft.phases=[{max_steps: 3}]", "sft.phases[0].kind is missing; expected a text (arithmetic, calculator,"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(recipe_path: Path, override: str, told: str) -> None:

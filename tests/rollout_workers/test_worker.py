@@ -124,7 +124,9 @@ async def test_a_worker_that_is_dismissed_drains(brokers: tuple[Broker, Broker],
     await learner.publish(0, deliveries)
     async with running(worker) as task:
         await until(lambda: worker.info().generated_tokens > 0)
-        assert await brokers[0].status.exclude(worker.info().worker, "drain")
+        async with asyncio.timeout(240):
+            while not await brokers[0].status.exclude(worker.info().worker, "drain"):  # before its first heartbeat
+                await asyncio.sleep(0.01)
         assert await task == "drained"
     queues = (await brokers[0].status.snapshot()).queues
     assert (queues.leased, queues.retry) == (0, CAPACITY)
