@@ -125,7 +125,7 @@ async def test_a_worker_that_is_dismissed_drains(brokers: tuple[Broker, Broker],
     async with running(worker) as task:
         await until(lambda: worker.info().generated_tokens > 0)
         async with asyncio.timeout(240):
-            while not await brokers[0].status.exclude(worker.info().worker, "drain"):  # before its first heartbeat
+            while not await brokers[0].status.exclude(worker.info().worker, "drain"):  # noqa: ASYNC110 - not yet known
                 await asyncio.sleep(0.01)
         assert await task == "drained"
     queues = (await brokers[0].status.snapshot()).queues
