@@ -1,14 +1,26 @@
 """Agents play episodes: any program that talks to a model, and the tokens that it made the model sample.
 
-    agent (a host process, or a program of its own)            worker
-      rollout(episode, task) ── chat(messages, tools) ──► endpoint/ ──► session ──► formats/ ──► engine
-      ▲        kinds/: tools, environments, adapters         dialects    the tree of turns
-      └──────────────── answer ◄─────────────────────────────┘           └─ each turn is a durable segment
+    agent (in a host process, or a program of its own)            worker
+      rollout(episode, task) ── chat(messages, tools) ──► endpoint/ ──► session.py ──► formats/ ──► engine
+      ▲        kinds/, tasks/, sandbox/                                  │ turns, a tree (tree.py)
+      └──────────────── answer ◄─────────────────────────────────────────┘ each is a durable segment
 
+    episode.py       what agent code sees: `AgentTask`, `AgentEpisode`, `AgentAnswer`
     conversation.py  messages, tools and tool calls; `ChatFormat`, the seam between them and tokens
     calls.py         a call of the model and its answer; `Session`, what an endpoint speaks to
-    episode.py       what agent code sees: `Task`, `Episode`, `Answer`
+    session.py       answers the calls of one episode: from the record, by the engine, or with a refusal
+    tree.py          records an episode's turns
+    player.py        plays samples by agents, scores them, and serves their endpoint
+    hosted.py        agents in processes of the worker; client.py: their way to the endpoint
+    external.py      agents that no worker starts: they claim a task and end it
+    endpoint/        HTTP, in the dialects of OpenAI, Anthropic, vLLM and our own
+    formats/         conversations as tokens, and answers as messages
+    kinds/           tools, environments and adapters; `kinds/base.py` is the seam
+    tasks/           the tasks that ship
+    sandbox/         confines code that a model wrote
 
-The invariant: a token is trained only where the engine sampled it, after exactly the tokens that it was sampled after.
-What an agent sends is never tokenized again where its tokens are known.
+The invariant: a token is trained only where the engine sampled it, after exactly the tokens that it was sampled after,
+and where the agent saw it. A conversation goes on with the tokens that were sampled; where no exact continuation of
+them exists, it is a branch, and counted. A turn is durable before its answer is told, so that a lost worker, agent or
+gateway costs an episode the turns that ran, and no other.
 """

@@ -1,4 +1,4 @@
-"""Headway's own dialect: the fields of a ChatCall, and those of an Answer."""
+"""Headway's own dialect: the fields of a ChatCall, and those of an AgentAnswer."""
 
 import math
 from collections.abc import Iterable

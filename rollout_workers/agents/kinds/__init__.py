@@ -36,7 +36,7 @@ from headway.rollout_workers.agents.tasks import TASKS, task_parts
 from .base import Agent, CallDeadlineError, Resume, ShapeError, check_program
 
 KINDS = (
-    *("command", "environment", "environment_factory", "mcp", "openenv"),
+    *("command", "environment", "environment_factory", EXTERNAL, "mcp", "openenv"),
     *("skyrl_gym", "textarena", "tools", "verl_agent_loop"),
     *TASKS,
 )
@@ -138,7 +138,7 @@ def _parts(kind: str, where: str) -> tuple[type[msgspec.Struct], Any]:
         case task if task in TASKS:
             return task_parts(task)
         case unknown:
-            raise unknown_kind(unknown, sorted((*KINDS, EXTERNAL)), f"{where}.kind")
+            raise unknown_kind(unknown, KINDS, f"{where}.kind")
 
 
 __all__ = [

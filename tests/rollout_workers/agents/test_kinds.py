@@ -187,7 +187,7 @@ async def test_a_cancelled_episode_is_freed(name: str, closed: list[str]) -> Non
 
 def test_every_kind_is_opened_and_an_unknown_one_is_named() -> None:
     played = {kind for kind, *_ in PLAYED.values()}
-    assert set(KINDS) - set(TASKS) - played == {"mcp", "openenv", "textarena"}  # which need their packages
+    assert set(KINDS) - set(TASKS) - played == {"external", "mcp", "openenv", "textarena"}  # which need their packages
     with pytest.raises(
         ConfigError, match=r"agent.kind: there is no 'tool'; did you mean 'tools'\? Known: .*command, .*"
     ):
