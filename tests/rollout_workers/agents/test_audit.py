@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headway.broker.schema import Segment
 from headway.broker.wire.codec import decode_segment, decode_trajectory, encode_segment, encode_trajectory
 from headway.broker.wire.rows import rows_of
 from headway.rollout_workers.agents.calls import ChatAnswer, ChatCall, SessionEndedError
@@ -112,7 +113,7 @@ class WanderingAgent:
 async def played(seed: int) -> tuple[Attempt, RecordingEngine, WanderingAgent]:
     """Play an episode, which is killed up to twice."""
     rng = random.Random(seed)
-    engine, segments = RecordingEngine(rng), []
+    engine, segments = RecordingEngine(rng), list[Segment]()
     config = AgentConfig(kind="test", max_turns=rng.choice([3, 64]))
     for kills in (rng.randrange(1, 6), rng.randrange(1, 9), 10_000):
         calls_left = kills if rng.random() < 0.5 else 10_000

@@ -192,7 +192,7 @@ async def test_an_episode_that_came_to_nothing_begins_anew(
         check(learner, trajectory)
         assert len(trajectory.turns) == 1
     assert worker.unscored >= 2
-    if agent == "hang":
+    if agent == "hang" and isinstance(player._agents, AgentHosts):
         assert player._agents._pool.repeated == 0, "the other episodes of the process play on"
 
 
