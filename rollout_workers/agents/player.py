@@ -170,16 +170,18 @@ class AgentPlayer:
         except UserCodeError as error:
             failure = error
         session.settle()
-        if not _has_turns(sample.recorder):
+        recorder = _with_turns(sample.recorder)
+        if recorder is None:
             failure = failure or UserCodeError("ended without a turn that could be trained")
         if failure is None:
             self._failures.note_success()
             kept = self._dropped.note(measures, left_out)
             return reward, {f"agent/{name}": value for name, value in kept.items()}, ""
-        noted = self._failures.note(sample.prompt, failure)
-        if self._config.on_failure == "again" or not _has_turns(sample.recorder):
-            raise noted from failure
-        log.warning("%s", noted)
+        if recorder is None or self._config.on_failure == "again":
+            raise self._failures.note(sample.prompt, failure) from failure
+        kind, group = self._config.kind, sample.prompt.group
+        log.warning("agent %s on prompt %r: it %s. Its turns are trained with a reward of 0.", kind, group, failure)
+        recorder.clear_rewards()
         return 0.0, {}, _reason(failure)
 
     async def _unless_failed(self, sample: PlayedSample, session: EpisodeSession, name: str) -> Played:
@@ -218,8 +220,9 @@ class AgentPlayer:
         return ScoredTurn(score.total, dict(score.components), ())
 
 
-def _has_turns(recorder: Recorder) -> bool:
-    return isinstance(recorder, EpisodeRecorder) and recorder.newest_main() is not None
+def _with_turns(recorder: Recorder) -> EpisodeRecorder | None:
+    """Return an agent's recorder, if it has a turn that may be trained."""
+    return recorder if isinstance(recorder, EpisodeRecorder) and recorder.newest_main() is not None else None
 
 
 class OpenSessions:

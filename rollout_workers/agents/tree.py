@@ -96,6 +96,10 @@ class EpisodeRecorder(Recorder):
     def begin_again(self) -> None:
         """Note that the agent is run again: all turns wait to be repeated, with their rewards."""
         self.resumed = len(self.turns)
+        self.clear_rewards()
+
+    def clear_rewards(self) -> None:
+        """Take the rewards of all turns back."""
         self._rewards = [0.0] * len(self.turns)
 
     def give_reward(self, number: int, reward: float) -> None:

@@ -59,8 +59,9 @@ async def explore(episode: AgentEpisode, task: AgentTask) -> float:
 
 
 async def fail(episode: AgentEpisode, task: AgentTask) -> float:
-    """Raise after a turn."""
+    """Raise after a turn that was rewarded."""
     await episode.chat([{"role": "user", "content": "9 9"}], max_tokens=12)
+    await episode.reward(0.5)
     raise KeyError("lost")
 
 
