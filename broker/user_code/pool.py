@@ -106,6 +106,8 @@ class HostProcess:
             raise
         finally:
             self._waiting.pop(number, None)
+            if not answered.cancel() and not answered.cancelled():
+                answered.exception()  # of a call that was given up, nobody else looks at it
         if answer.raised is not None:
             raise (RefusedError if answer.is_refusal else UserCodeError)(answer.raised)
         return answer.value
