@@ -100,11 +100,12 @@ class ExternalAgents:
                 await self._claimed(_Offer(task, name, called))
             async with asyncio.timeout(deadline_s):
                 reward, measures = await ended
+            self._ended.append(name)  # one that is handed back comes back under its name
         except TimeoutError:
+            self._ended.append(name)
             raise CallTimeoutError(f"was not ended by its agent within its deadline of {deadline_s:g} s") from None
         finally:
             del self._ends[name]
-            self._ended.append(name)
         return reward, measures, []
 
     async def _claimed(self, offer: _Offer) -> None:
