@@ -1,6 +1,7 @@
 """A call of the model and its answer, whatever dialect the agent speaks; `Session` is what an endpoint speaks to."""
 
 import hashlib
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -27,7 +28,7 @@ class SessionAwayError(HeadwayError):
     """The session may come back: a worker has yet to take its episode over (HTTP 503)."""
 
 
-class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
+class ChatCall(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What an agent asks of the model."""
 
     messages: list[Message] = []
@@ -49,7 +50,7 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True):
     is_retry: bool = False
     """Whether the client says that it repeats a call of which it got no answer."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Names what is asked: equal for calls that ask the same."""
         asked = (self.messages, self.tools, self.prompt_token_ids, self.max_tokens, self.role)

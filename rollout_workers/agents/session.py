@@ -271,7 +271,7 @@ class EpisodeSession:
         self.counts["resumed" if found.number < self._recorder.resumed else "repeated"] += 1
         found.is_kept = False
         turn = self._recorder.turn(found.number)
-        return self._answer(turn, self._parsed(turn, call.tools))
+        return _answer(turn, self._format.parse(turn.token_ids, call.tools))
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
         try:
@@ -303,17 +303,24 @@ class EpisodeSession:
                     turn = Recorder()
                     await self._sample.generate(self._request(call, whole, longest), turn)
                     limit.reschedule(None)  # to make it durable may take as long as the broker is away
-                    number = await self._keep(call, context, turn, waited_s, time.monotonic() - began_s)
+                    parsed = self._format.parse(turn.tokens, call.tools)
+                    number = await self._keep(call, context, turn, parsed, waited_s, time.monotonic() - began_s)
         except TimeoutError:
             self.counts["turn_timeouts"] += 1
             raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
         self._check_open()
-        recorded = self._recorder.turn(number)
-        return self._answer(recorded, self._parsed(recorded, call.tools))
+        return _answer(self._recorder.turn(number), parsed)
 
-    async def _keep(self, call: ChatCall, context: _Context, turn: Recorder, waited_s: float, sampled_s: float) -> int:
+    async def _keep(
+        self,
+        call: ChatCall,
+        context: _Context,
+        turn: Recorder,
+        parsed: ParsedAnswer,
+        waited_s: float,
+        sampled_s: float,
+    ) -> int:
         """Record a turn, and return its number once it is durable."""
-        parsed = self._format.parse(turn.tokens, call.tools)
         made = AgentCall(
             after=context.after,
             keeps=context.keeps,
@@ -339,7 +346,8 @@ class EpisodeSession:
         while (longest := self._longest_answer(call, whole, context)) < 1 and self._reserved:
             self._freed.clear()
             await self._freed.wait()
-        turns = len(self._recorder.turns) - self._unrepeated() + self._sampling
+        unrepeated = sum(number < self._recorder.resumed for number in self._unseen())
+        turns = len(self._recorder.turns) - unrepeated + self._sampling
         if longest < 1 or turns >= self._config.max_turns:
             yield 0
             return
@@ -368,14 +376,6 @@ class EpisodeSession:
         self.counts["forks"] += context.is_fork and call.role == "main"
         self.counts["read_tokens"] += len(context.read)
         self.counts["sampled_tokens"] += len(turn.tokens)
-
-    def _unrepeated(self) -> int:
-        """Return how many turns of earlier attempts this one has not repeated yet."""
-        return sum(
-            one.number < self._recorder.resumed and one.is_kept
-            for recorded in self._recorded.values()
-            for one in recorded
-        )
 
     def _longest_answer(self, call: ChatCall, whole: Sequence[int], context: _Context) -> int:
         """Return how many tokens the answer may have."""
@@ -427,13 +427,6 @@ class EpisodeSession:
             self._note_seen(after)
         return _Context(after, keeps, list(tokens[keeps:]), is_fork=bool(self._recorder.turns) and not is_whole)
 
-    def _parsed(self, turn: RecordedTurn, tools: Sequence[Tool]) -> ParsedAnswer:
-        """Return the parts of a turn, with ids of tool calls that are unique in the episode and the same when the turn
-        is repeated."""
-        parsed = self._format.parse(turn.token_ids, tools)
-        named = (replace(one, id=f"call_{turn.number}_{place}") for place, one in enumerate(parsed.tool_calls))
-        return replace(parsed, tool_calls=tuple(named))
-
     def _unseen(self) -> set[int]:
         """Return the turns that the agent does not have: of earlier attempts, or lost on their way."""
         return {one.number for recorded in self._recorded.values() for one in recorded if one.is_kept}
@@ -451,16 +444,20 @@ class EpisodeSession:
             for one in recorded:
                 one.is_kept &= one.number not in seen
 
-    def _answer(self, turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:
-        is_cut = turn.call.finish_reason == "length"
-        return ChatAnswer(
-            message=parsed.message(),
-            finish_reason="length" if is_cut else "tool_calls" if parsed.tool_calls else "stop",
-            prompt_token_ids=turn.context,
-            token_ids=turn.token_ids,
-            logprobs=turn.logprobs,
-            id=f"turn-{turn.number}",
-        )
+
+def _answer(turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:
+    """Return a turn as its agent gets it. Ids of tool calls are unique in the episode, and the same when the turn is
+    repeated."""
+    named = tuple(replace(one, id=f"call_{turn.number}_{place}") for place, one in enumerate(parsed.tool_calls))
+    is_cut = turn.call.finish_reason == "length"
+    return ChatAnswer(
+        message=replace(parsed, tool_calls=named).message(),
+        finish_reason="length" if is_cut else "tool_calls" if named else "stop",
+        prompt_token_ids=turn.context,
+        token_ids=turn.token_ids,
+        logprobs=turn.logprobs,
+        id=f"turn-{turn.number}",
+    )
 
 
 def _spent(context: list[int]) -> ChatAnswer:
