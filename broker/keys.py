@@ -108,7 +108,8 @@ trimmed, ready_at (when it had all its samples), by_step (what each step's weigh
 `STEP:SAMPLES:TOKENS...`), waited (seconds from then until it was taken), pin (step); for each sample I token:I (it says
 for which incarnation's weights and when it was given), step:I (the lowest of its lease and segments, then of its
 submission), oldest:I (lowest of its segments), by:I (its last holder: name and session, with a `?` behind a name that
-belongs to another session), since:I (when a segment brought it tokens), and once submitted bytes:I, payload:I and
+belongs to another session), since:I (when a segment brought it tokens), calls:I (digests of an agent's calls that
+ran when its holder, whose token stands before them, began the last one), and once submitted bytes:I, payload:I and
 tokens:I (what each version sampled, as `measures` in `calls.lua` has it).
 
 Fields of `evaluation:V`: size (samples), samples (of each prompt), done, mixed (samples that had tokens of other

@@ -196,6 +196,15 @@ class Leases:
                 return AppendReply(AppendOutcome(outcome.decode()), int(held))
         raise self._blobs.lost(len(frame))
 
+    async def intend(self, lease: Lease, calls: Sequence[str]) -> list[str] | None:
+        """Records the digests of an agent's calls that run, before they are sampled. Returns those that ran when a
+        former holder began its last one; None if the lease is lost."""
+        is_held, before = await self._connection.script("intend", str(lease.tid), lease.token, " ".join(calls))
+        if not int(is_held):
+            self._forget(lease)
+            return None
+        return before.decode().split() if before else []
+
     async def submit(self, lease: Lease, trajectory: Trajectory) -> SubmitOutcome:
         """Hands a finished sample in. Raises FrameError where its parts contradict each other."""
         outcome = await self._submissions.submit(lease, trajectory)

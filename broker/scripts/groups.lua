@@ -44,7 +44,7 @@ local function clear_round(g)
   local names = { 'floor', 'newest', 'bytes', 'done', 'pin', 'trimmed', 'ready_at', 'by_step', 'waited' }
   local size = free_round(g, group_record(g))
   for i = 0, size - 1 do
-    for _, name in ipairs({ 'token:', 'step:', 'tokens:', 'by:', 'since:', 'bytes:', 'payload:' }) do
+    for _, name in ipairs({ 'token:', 'step:', 'tokens:', 'by:', 'since:', 'bytes:', 'payload:', 'calls:' }) do
       names[#names + 1] = name .. i
     end
   end
@@ -79,7 +79,7 @@ local function redo(g, i)
   call('HINCRBY', group_key(g), 'bytes', -bytes)
   count('payload_bytes', -bytes)
   call('HDEL', group_key(g), 'pin', 'token:' .. i, 'step:' .. i, 'tokens:' .. i, 'by:' .. i, 'since:' .. i,
-    'bytes:' .. i, 'payload:' .. i)
+    'bytes:' .. i, 'payload:' .. i, 'calls:' .. i)
   call('HSET', group_key(g), 'state', 'open')
   call('HINCRBY', group_key(g), 'done', -1)
   call('ZADD', RETRY, index, member(g, round, i))

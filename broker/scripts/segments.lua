@@ -1,4 +1,4 @@
--- Segments of samples that are being generated.
+-- Segments of samples that are being generated, and calls of agents that their engine is to answer.
 
 -- append(member, token, index, segment, ttl_s, measures of the segment) -> {outcome, segments held}
 -- Records a segment that the worker has SET (with a TTL) just before, under a key of its own, and renews the lease.
@@ -61,6 +61,21 @@ verb('append', {}, function()
     refloor(g)
   end
   return { 'appended', n + 1 }
+end)
+
+-- intend(member, token, digests of the calls that run) -> {1, digests of a former holder's}, or {0, ''} if the lease is
+-- no longer held. A worker records an agent's calls before its engine samples their answers.
+-- Touches: group:*.
+verb('intend', {}, function()
+  local g, round, i = sample(1)
+  local calls = text(3, 'calls', 40000)
+  if not string.match(calls, '^[%x ]*$') then refuse('calls') end
+  local had = call('HMGET', group_key(g), 'round', 'state', 'token:' .. i, 'payload:' .. i, 'calls:' .. i)
+  if had[1] == round and had[2] == 'open' and not had[4] and copy_of(ARGV[1], ARGV[2]) then return { 1, '' } end
+  if had[1] ~= round or had[2] ~= 'open' or had[3] ~= ARGV[2] or had[4] then return { 0, '' } end
+  local of, before = string.match(had[5] or '', '^(%S+) (.*)$')
+  call('HSET', group_key(g), 'calls:' .. i, ARGV[2] .. ' ' .. calls)
+  return { 1, of ~= ARGV[2] and before or '' }
 end)
 
 -- discard(member, token, index of a segment or -1, reason, first bytes) -> 1, or 0 if the lease is no longer held.

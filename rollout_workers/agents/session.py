@@ -101,7 +101,9 @@ class EpisodeSession:
         self._rewarded: int | None = None
         """The main turn whose answer the agent got last."""
         self._main_system: str | None = None
-        self._keeping = asyncio.Lock()
+        self._keeping, self._intending = asyncio.Lock(), asyncio.Lock()
+        self._intended = set[str]()
+        """The digests of calls that run, as they are durable."""
         self._reserved = self._sampling = 0
         self._freed = asyncio.Event()
         """Set when a call that runs has left tokens."""
@@ -238,6 +240,8 @@ class EpisodeSession:
         beside = [one for one in self._running.pop(digest, []) if one is not running]
         if beside:
             self._running[digest] = beside
+        else:
+            self._intended.discard(digest)
         self._idle_since = time.monotonic()
 
     def _find(self, answer: ChatAnswer) -> _Recorded:
@@ -275,6 +279,7 @@ class EpisodeSession:
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
         try:
+            await self._intend(call)
             return await self._turn(call, waited_s)
         except (CallRefusedError, SessionEndedError):
             raise
@@ -283,6 +288,19 @@ class EpisodeSession:
         except HeadwayError as error:
             self._fail(error)
             raise SessionEndedError("the engine failed; the episode goes on elsewhere") from error
+
+    async def _intend(self, call: ChatCall) -> None:
+        """Have the broker know of a call before it is sampled. Calls of an attempt that has lost its lease end here."""
+        async with self._intending:
+            if call.digest in self._intended:
+                return
+            running = set(self._running)
+            before = await self._sample.intend(sorted(running))
+            if before is None:
+                self.end()
+                self._check_open()
+            self._intended |= running & set(self._running)
+            self.counts["lost_calls"] += len(set(before or ()) - set(self._recorded))
 
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():

@@ -90,6 +90,11 @@ async def _keep_nothing() -> None:
     """Keep nothing: no worker would continue the sample."""
 
 
+async def _intend_nothing(_: Sequence[str]) -> list[str]:
+    """Record no call: no worker would continue the sample."""
+    return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlayedSample:
     """A sample that is played to its end."""
@@ -106,6 +111,9 @@ class PlayedSample:
     max_model_len: int
     keep: Callable[[], Awaitable[None]] = _keep_nothing
     """Returns once all that is recorded is durable, or this worker's lease is lost."""
+    intend: Callable[[Sequence[str]], Awaitable[Sequence[str] | None]] = _intend_nothing
+    """Takes the digests of the calls that run, and returns once they are durable, with those that ran when another
+    worker began its last one; None if this worker's lease is lost."""
 
     def room(self) -> int:
         """Return how many tokens may follow what is recorded."""

@@ -8,8 +8,9 @@ hands the rest back at the end. `WorkerSubmissions` hands finished samples in, a
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -343,8 +344,17 @@ class LeasedSamples:
             ),
             max_model_len=self._engine.max_model_len,
             keep=segments.keep_all,
+            intend=partial(self._intend, lease),
         )
         return await self._player.play(sample, trace)
+
+    async def _intend(self, lease: Lease, calls: Sequence[str]) -> Sequence[str] | None:
+        """Record the calls that run, however long the broker is away. A lost lease cancels the sample."""
+        before = await self._outages.retry_until_available(lambda: self._leases.intend(lease, calls))
+        if before is None:
+            self._held.drop_lost(lease)
+            self._on_change()
+        return before
 
     async def _append(self, lease: Lease, segment: Segment) -> AppendReply | None:
         """Append a segment. Returns None while the broker is away: generation goes on, and a later segment has the

@@ -237,6 +237,7 @@ class Fuzz:
             "append": [member, token, 0, f"segment:{member}:1", 30, measures(4, 1, 0, 3)],
             "release": [member, token],
             "discard": [member, token, -1, "reason", b"head"],
+            "intend": [member, token, "ab cd"],
             "mark_lost": [member, token, "reason", b"head"],
             "swap_turn": [token, "1", 30, 0.5],
             "awake": ["evil", "s", 30, 1],

@@ -70,6 +70,30 @@ async def test_a_dead_process_hands_back_what_it_held_with_its_segments_and_noth
     assert (queues.leased, queues.expired_leases, queues.resumed_tokens) == (2, 1, 4)
 
 
+async def test_calls_of_a_lost_worker_are_told_to_the_next_one_and_fenced_at_the_lost_one(broker: Broker) -> None:
+    run = await begin(broker, rules(0), group_size=1)
+    (first,) = (await run.lease(1, 0)).leases
+    assert await broker.leases.intend(first, ["aa"]) == []
+    assert await broker.leases.intend(first, ["aa", "bb"]) == []
+    await broker.leases.release([first])
+    assert await broker.leases.intend(first, ["cc"]) is None
+    (second,) = (await run.lease(1, 0, worker="v")).leases
+    assert await broker.leases.intend(first, ["cc"]) is None
+    assert await broker.leases.intend(second, ["dd"]) == ["aa", "bb"]
+    assert await broker.leases.intend(second, ["dd", "ee"]) == []
+    assert await run.submit(second, 0) is SubmitOutcome.ACCEPTED
+    assert await broker.leases.intend(second, ["ff"]) is None
+
+
+@pytest.mark.parametrize("calls", [["a\nb"], ["x"], ["a" * 40_001]])
+async def test_calls_that_are_no_digests_are_refused(broker: Broker, calls: list[str]) -> None:
+    run = await begin(broker, rules(0), group_size=1)
+    (lease,) = (await run.lease(1, 0)).leases
+    with pytest.raises(BrokerError, match="calls"):
+        await broker.leases.intend(lease, calls)
+    assert await broker.leases.intend(lease, ["aa"]) == []
+
+
 async def test_resumed_tokens_are_counted_by_their_own_lag_when_the_sample_is_leased(broker: Broker) -> None:
     run = await begin(broker, rules(4, groups_per_step=1), group_size=1)
     (first,) = (await run.lease(1, 0)).leases

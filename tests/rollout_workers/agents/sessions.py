@@ -90,6 +90,11 @@ class Attempt:
         self.format = CharacterFormat()
         self.segments = list(segments)
         self._kept = len(self.recorder.tokens)
+        self.intended: list[tuple[Sequence[str], int]] = []
+        """Digests of calls that ran, and how many calls the engine had been asked when they were made durable."""
+        self.left: Sequence[str] | None = ()
+        """What the attempt hears of calls of the one before; None: that it has lost its lease."""
+        self._engine = engine
         request = GenerationRequest(
             request_id="r", prompt_tokens=[900, 901], max_new_tokens=most_tokens, temperature=1.0, stop_token_ids=[]
         )
@@ -101,6 +106,7 @@ class Attempt:
             generate=engine.generate,
             max_model_len=2000,
             keep=keep or self._keep,
+            intend=self._intend,
         )
         self.session = EpisodeSession(
             sample,
@@ -110,6 +116,11 @@ class Attempt:
             model="m",
             text_of=lambda ids: "".join(map(chr, ids)),
         )
+
+    async def _intend(self, calls: Sequence[str]) -> Sequence[str] | None:
+        await asyncio.sleep(0)
+        self.intended.append((calls, len(self._engine.asked)))
+        return self.left
 
     async def _keep(self) -> None:
         self.segments.append(self.recorder.segment(TID, len(self.segments), self._kept))

@@ -169,6 +169,40 @@ async def test_an_answer_is_kept_before_it_is_told() -> None:
     assert (await answering).message["content"] == "one"
 
 
+async def test_a_call_is_durable_before_it_is_sampled() -> None:
+    engine = Engine("one", "two")
+    attempt = Attempt(engine)
+    first, second = user("hi"), user("ho")
+    await attempt.session.chat(first)
+    assert attempt.intended == [([first.digest], 0)]
+    await asyncio.gather(*(attempt.session.chat(one) for one in (first, second)))
+    durable = {digest for calls, asked in attempt.intended[1:] for digest in calls if asked < 3}
+    assert durable == {first.digest, second.digest}
+
+
+async def test_a_call_of_an_attempt_that_lost_its_lease_is_not_sampled() -> None:
+    engine = Engine()
+    attempt = Attempt(engine)
+    attempt.left = None
+    for _ in range(2):
+        with pytest.raises(SessionEndedError):
+            await attempt.session.chat(user("hi"))
+    assert not engine.asked
+
+
+async def test_calls_that_were_lost_with_their_worker_are_counted() -> None:
+    engine = Engine("one")
+    before = Attempt(engine)
+    first, second = user("hi"), user("ho")
+    await before.session.chat(first)
+    after = Attempt(engine, *before.segments)
+    after.left = [first.digest, second.digest]
+    await after.session.chat(first)
+    assert not after.intended
+    await after.session.chat(second)
+    assert after.session.counts["lost_calls"] == 1
+
+
 async def test_another_attempt_repeats_what_was_kept_and_goes_on() -> None:
     first = Attempt(Engine("one", "two"))
     call = user("hi")
