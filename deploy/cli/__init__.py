@@ -4,7 +4,7 @@
     run.py      run, ray, launch    roles.py   broker, learner, workers, scorers, train, eval, replay
     runs.py     status, top, scale, drain, quarantine, autoscale, runs
     models.py   export, generate, chat         pages.py   report, compare, dashboard
-    data.py     data
+    data.py     data         trajectories.py   trajectories
     tools.py    acl, algorithms, plan-memory, metrics, doctor, new
     options.py  options that several commands share
 

@@ -26,7 +26,7 @@ from headway.deploy.launch.engine_preload import preload_engine
 from headway.deploy.printing import complain, log_to_stderr, paragraph
 from headway.learner.disk import system_fault
 
-from . import data, models, pages, roles, run, runs, tools
+from . import data, models, pages, roles, run, runs, tools, trajectories
 
 INTERRUPT_EXIT = 130
 _NEW_OBJECTS = 50_000
@@ -159,6 +159,7 @@ for command in (
     pages.compare,
     pages.dashboard,
     data.data,
+    trajectories.trajectories,
     tools.new,
     tools.acl,
     tools.algorithms,

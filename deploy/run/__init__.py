@@ -6,6 +6,7 @@
     one run, one directory       figures.py, samples.py ─► replays, pages, terminal
 
     stage_output.py                the models and records of stages without workers
+    openenv_traces.py              trained episodes of agents as OpenEnv reads them
     resumable_keys.py              the keys that a resumed run may change
 
 The invariant: two processes never write one run's files, and a crash at any time leaves files that are read again.
