@@ -27,7 +27,8 @@ TASK ?= short
 
 # Debian has all of these but kubectl: packages prometheus, shellcheck, munge, slurm-wlm, redis-tools and chromium.
 EXTERN_TOOLS := promtool prometheus shellcheck munged slurmctld slurmd sbatch srun scontrol redis-cli chromium kubectl
-AGENT_TESTS := tests/rollout_workers/agents/test_endpoint_clients.py tests/rollout_workers/agents/test_peer_packages.py
+AGENT_TESTS := tests/rollout_workers/agents/test_endpoint_clients.py tests/rollout_workers/agents/test_peer_packages.py \
+	tests/rollout_workers/agents/test_agent_packages.py
 EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests/deploy/test_kubernetes.py \
 	tests/deploy/test_kubernetes_containers.py tests/end_to_end/test_same_figures.py \
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py

@@ -84,6 +84,7 @@ class Attempt:
         *segments: Segment,
         config: AgentConfig | None = None,
         most_tokens: int = 1000,
+        max_model_len: int = 2000,
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.recorder = EpisodeRecorder(segments, prompt=PROMPT.token_ids)
@@ -104,7 +105,7 @@ class Attempt:
             recorder=self.recorder,
             request=request,
             generate=engine.generate,
-            max_model_len=2000,
+            max_model_len=max_model_len,
             keep=keep or self._keep,
             intend=self._intend,
         )
