@@ -140,6 +140,7 @@ class AgentPlayer:
             self._config,
             model=self._model,
             text_of=self._decoding.decode,
+            vocabulary=self._decoding.vocabulary,
             attempt=attempt,
             end=end,
         )

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import AgentCall
+from headway.broker.wire.checks import MAX_TOKEN_ID
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
@@ -72,11 +73,12 @@ class EpisodeSession:
         *,
         model: str,
         text_of: Callable[[list[int]], str],
+        vocabulary: int = MAX_TOKEN_ID + 1,
         attempt: str = "",
         end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
-        """`end` takes the outcome of an agent that no worker started, and `attempt` names the attempt that began its
-        episode; None: the agent returns it."""
+        """`vocabulary`: the number of the model's tokens. `end` takes the outcome of an agent that no worker started,
+        and `attempt` names the attempt that began its episode; None: the agent returns it."""
         self.called = asyncio.Event()
         """Set by the first call."""
         self.model = model
@@ -88,6 +90,7 @@ class EpisodeSession:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the episode cannot go on, of the engine's side; never done where it can."""
         self._attempt, self._finish = attempt, end
+        self._vocabulary = vocabulary
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
@@ -140,6 +143,7 @@ class EpisodeSession:
         self._check_open()
         run = self._sample.request
         call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
+        call.check_tokens(self._vocabulary)
         call = replace(call, role=self._role(call))
         if (known := self._known(call)) is not None:
             self._note_answered(call, known)
