@@ -127,6 +127,11 @@ class EpisodeSession:
         """Whether the agent has called before, and no call of it runs."""
         return self.called.is_set() and not self._running and not self._is_over
 
+    @property
+    def running_requests(self) -> int:
+        """The calls that are being answered. Any thread may ask."""
+        return sum(map(len, list(self._running.values())))
+
     def end(self) -> None:
         """Refuse all further calls, and cancel those that run. Idempotent."""
         self._is_over = True
@@ -395,7 +400,9 @@ class EpisodeSession:
     def _count(self, call: ChatCall, context: _Context, turn: Recorder) -> None:
         self.counts["turns"] += 1
         self.counts["auxiliary_turns"] += call.role == "auxiliary"
-        self.counts["forks"] += context.is_fork and call.role == "main"
+        if context.is_fork and call.role == "main":
+            self.counts["forks"] += 1
+            self.counts["reread_tokens"] += len(context.read)
         self.counts["read_tokens"] += len(context.read)
         self.counts["sampled_tokens"] += len(turn.tokens)
 
