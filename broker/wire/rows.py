@@ -64,6 +64,10 @@ class _Chain:
     last: int
     """The number of its last turn."""
     is_main: bool
+    joined: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """The context with the first pieces, so that a long row is not joined anew for each turn."""
+    joined_pieces: int = -1
+    """How many these are; -1: not even the context."""
 
 
 @dataclass
@@ -86,7 +90,7 @@ class TurnRows:
         """Add the turn that samples response tokens [start, end). Raises FrameError where it names no earlier turn, or
         more of it than there is."""
         number, read_from, self._end = len(self._turns), self._end, end
-        if not -1 <= call.after < number or not 0 <= call.keeps <= self._length(call.after):
+        if not -1 <= call.after < number or not 0 <= call.keeps <= self.length(call.after):
             raise FrameError(f"turn {number} goes on after {call.keeps} tokens of turn {call.after}, which has no such")
         chain = self._turns[call.after][0] if call.after >= 0 else None
         is_main = call.role == "main"
@@ -109,11 +113,16 @@ class TurnRows:
         chain, length = self._turns[turn]
         return self._joined(chain)[:length]
 
-    def _length(self, turn: int) -> int:
+    def length(self, turn: int) -> int:
+        """Return the number of these tokens."""
         return len(self.prompt) if turn < 0 else self._turns[turn][1]
 
     def _joined(self, chain: _Chain) -> NDArray[np.int32]:
-        return np.concatenate([chain.context, *(self.response[start:end] for start, end in chain.pieces)])
+        fresh = [self.response[start:end] for start, end in chain.pieces[max(chain.joined_pieces, 0) :]]
+        if chain.joined_pieces < 0 or fresh:
+            chain.joined = np.concatenate([chain.context if chain.joined_pieces < 0 else chain.joined, *fresh])
+            chain.joined_pieces = len(chain.pieces)
+        return chain.joined
 
     def _row(self, chain: _Chain) -> AgentRow:
         positions = np.concatenate([np.arange(start, end) for start, end in chain.pieces])

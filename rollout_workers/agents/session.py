@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import AgentCall
-from headway.broker.wire.checks import MAX_TOKEN_ID
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
@@ -42,15 +41,8 @@ class _Context:
     read: list[int]
     is_fork: bool
     """Whether it breaks off from an earlier conversation, or goes on from none."""
-
-
-@dataclass
-class _Recorded:
-    """A turn, which answers its call again as long as the agent does not have it."""
-
-    number: int
-    is_kept: bool
-    """Whether the agent does not have it: of an earlier attempt, or lost on its way."""
+    whole: list[int]
+    """All that the model reads."""
 
 
 @dataclass
@@ -73,12 +65,11 @@ class EpisodeSession:
         *,
         model: str,
         text_of: Callable[[list[int]], str],
-        vocabulary: int = MAX_TOKEN_ID + 1,
         attempt: str = "",
         end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
-        """`vocabulary`: the number of the model's tokens. `end` takes the outcome of an agent that no worker started,
-        and `attempt` names the attempt that began its episode; None: the agent returns it."""
+        """`end` takes the outcome of an agent that no worker started, and `attempt` names the attempt that began its
+        episode; None: the agent returns it."""
         self.called = asyncio.Event()
         """Set by the first call."""
         self.model = model
@@ -90,12 +81,17 @@ class EpisodeSession:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the episode cannot go on, of the engine's side; never done where it can."""
         self._attempt, self._finish = attempt, end
-        self._vocabulary = vocabulary
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
         self._config = config
-        self._recorded: dict[str, list[_Recorded]] = {}
+        self._recorded: dict[str, list[int]] = {}
+        """The turns that answer a call, by its digest."""
+        self._unseen = set(range(recorder.resumed))
+        """The turns that the agent does not have: of earlier attempts, or lost on their way. They answer their calls
+        again."""
+        self._noted = set[int]()
+        """Turns of which it is noted already that the agent has them, and those from which they went on."""
         self._running: dict[str, list[_Running]] = {}
         self._keys: dict[str, int] = {}
         """Turns by the client's own names of their calls."""
@@ -117,7 +113,7 @@ class EpisodeSession:
         for number in range(recorder.resumed):
             turn = recorder.turns[number]
             assert turn.call is not None
-            self._recorded.setdefault(turn.call.digest, []).append(_Recorded(number, is_kept=True))
+            self._recorded.setdefault(turn.call.digest, []).append(number)
             self._asked[turn.call.digest] += 1
             self._turns_of.setdefault(turn.call.conversation, []).append(number)
         self._turns_of.pop("", None)
@@ -126,11 +122,6 @@ class EpisodeSession:
     def is_outside(self) -> bool:
         """Whether the agent has called before, and no call of it runs."""
         return self.called.is_set() and not self._running and not self._is_over
-
-    @property
-    def running_requests(self) -> int:
-        """The calls that are being answered. Any thread may ask."""
-        return sum(map(len, list(self._running.values())))
 
     def end(self) -> None:
         """Refuse all further calls, and cancel those that run. Idempotent."""
@@ -148,7 +139,6 @@ class EpisodeSession:
         self._check_open()
         run = self._sample.request
         call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
-        call.check_tokens(self._vocabulary)
         call = replace(call, role=self._role(call))
         if (known := self._known(call)) is not None:
             self._note_answered(call, known)
@@ -167,13 +157,15 @@ class EpisodeSession:
         return answer
 
     def _note_answered(self, call: ChatCall, answer: ChatAnswer) -> None:
-        self._find(answer).is_kept = False
+        self._unseen.discard(_number_of(answer.id))
         if call.role == "main" and answer.token_ids:
             self._rewarded = _number_of(answer.id)
 
     def note_lost(self, answer: ChatAnswer) -> None:
         """See Session."""
-        self._find(answer).is_kept = True
+        if answer.token_ids:
+            self._unseen.add(_number_of(answer.id))
+            self._noted.clear()
 
     def count_tokens(self, call: ChatCall) -> int:
         """See Session."""
@@ -206,14 +198,13 @@ class EpisodeSession:
         self._running = {}
         self._main_system = self._rewarded = None
         self._recorder.begin_again()
-        for recorded in self._recorded.values():
-            for one in recorded:
-                one.is_kept = True
+        self._unseen = {number for numbers in self._recorded.values() for number in numbers}
+        self._noted.clear()
 
     def settle(self) -> None:
         """Note that the agent has ended: turns that it did not see are not trained."""
         self.end()
-        unseen = self._unseen()
+        unseen = set(self._unseen)
         if self._finish is not None:  # an agent from outside is not run again, and need not ask for what it has
             unseen = {number for number in unseen if number >= self._recorder.resumed}
         if unseen:
@@ -253,11 +244,6 @@ class EpisodeSession:
             self._intended.discard(digest)
         self._idle_since = time.monotonic()
 
-    def _find(self, answer: ChatAnswer) -> _Recorded:
-        number = _number_of(answer.id)
-        every = (one for recorded in self._recorded.values() for one in recorded)
-        return next((one for one in every if one.number == number), _Recorded(number, is_kept=False))
-
     def _role(self, call: ChatCall) -> Any:
         """Return the role of a call: another system prompt than the first one's, without tools, is auxiliary, as agents
         ask for titles and summaries so."""
@@ -270,10 +256,10 @@ class EpisodeSession:
     def _known(self, call: ChatCall) -> ChatAnswer | None:
         """Return the recorded answer of a repeated call; None if the call is to be sampled."""
         recorded = self._recorded.get(call.digest, [])
-        found = next((one for one in recorded if one.is_kept), None)
+        found = next((number for number in recorded if number in self._unseen), None)
         if found is None and call.key in self._keys:
-            found = _Recorded(self._keys[call.key], is_kept=False)
-            if self._recorder.turn(found.number).call.digest != call.digest:
+            found = self._keys[call.key]
+            if self._recorder.turn(found).call.digest != call.digest:
                 raise CallRefusedError(f"the key {call.key!r} names another call; give each call a key of its own")
         if found is None and call.is_retry and recorded:
             found = recorded[-1]
@@ -281,9 +267,9 @@ class EpisodeSession:
             return None
         self._begin()
         self._idle_since = time.monotonic()
-        self.counts["resumed" if found.number < self._recorder.resumed else "repeated"] += 1
-        found.is_kept = False
-        turn = self._recorder.turn(found.number)
+        self.counts["resumed" if found < self._recorder.resumed else "repeated"] += 1
+        self._unseen.discard(found)
+        turn = self._recorder.turn(found)
         return _answer(turn, self._format.parse(turn.token_ids, call.tools))
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
@@ -309,7 +295,7 @@ class EpisodeSession:
                 self.end()
                 self._check_open()
             self._intended |= running & set(self._running)
-            self.counts["lost_calls"] += len(set(before or ()) - set(self._recorded))
+            self.counts["lost_calls"] += sum(digest not in self._recorded for digest in set(before or ()))
 
     def _fail(self, error: Exception) -> None:
         if not self.failure.done():
@@ -322,13 +308,12 @@ class EpisodeSession:
         try:
             async with asyncio.timeout(self._config.turn_s) as limit:
                 context = await self._context(call)
-                whole = [*self._recorder.row(context.after)[: context.keeps], *context.read]
-                async with self._reserved_for(call, context, whole) as longest:
+                async with self._reserved_for(call, context) as longest:
                     if longest < 1:
                         self.counts["over_budget"] += 1
-                        return _spent(whole)
+                        return _spent(context.whole)
                     turn = Recorder()
-                    await self._sample.generate(self._request(call, whole, longest), turn)
+                    await self._sample.generate(self._request(call, context.whole, longest), turn)
                     limit.reschedule(None)  # to make it durable may take as long as the broker is away
                     parsed = self._format.parse(turn.tokens, call.tools)
                     number = await self._keep(call, context, turn, parsed, waited_s, time.monotonic() - began_s)
@@ -336,7 +321,7 @@ class EpisodeSession:
             self.counts["turn_timeouts"] += 1
             raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
         self._check_open()
-        return _answer(self._recorder.turn(number), parsed)
+        return _answer(self._recorder.turn(number, context.whole), parsed)
 
     async def _keep(
         self,
@@ -367,13 +352,13 @@ class EpisodeSession:
         return number
 
     @asynccontextmanager
-    async def _reserved_for(self, call: ChatCall, context: _Context, whole: list[int]) -> AsyncIterator[int]:
+    async def _reserved_for(self, call: ChatCall, context: _Context) -> AsyncIterator[int]:
         """Yield how many tokens the answer may have, which no other call may take meanwhile; 0 if the episode has no
         turn or token left. Where only calls that run have them, it waits for these."""
-        while (longest := self._longest_answer(call, whole, context)) < 1 and self._reserved:
+        while (longest := self._longest_answer(call, context)) < 1 and self._reserved:
             self._freed.clear()
             await self._freed.wait()
-        unrepeated = sum(number < self._recorder.resumed for number in self._unseen())
+        unrepeated = sum(number < self._recorder.resumed for number in self._unseen)
         turns = len(self._recorder.turns) - unrepeated + self._sampling
         if longest < 1 or turns >= self._config.max_turns:
             yield 0
@@ -388,7 +373,8 @@ class EpisodeSession:
 
     def _note_turn(self, call: ChatCall, context: _Context, turn: Recorder, number: int) -> None:
         """Note a turn that is durable: from now on it may be repeated."""
-        self._recorded.setdefault(call.digest, []).append(_Recorded(number, is_kept=True))
+        self._recorded.setdefault(call.digest, []).append(number)
+        self._unseen.add(number)
         if call.key:
             self._keys[call.key] = number
         made = self._recorder.turns[number].call
@@ -400,17 +386,15 @@ class EpisodeSession:
     def _count(self, call: ChatCall, context: _Context, turn: Recorder) -> None:
         self.counts["turns"] += 1
         self.counts["auxiliary_turns"] += call.role == "auxiliary"
-        if context.is_fork and call.role == "main":
-            self.counts["forks"] += 1
-            self.counts["reread_tokens"] += len(context.read)
+        self.counts["forks"] += context.is_fork and call.role == "main"
         self.counts["read_tokens"] += len(context.read)
         self.counts["sampled_tokens"] += len(turn.tokens)
 
-    def _longest_answer(self, call: ChatCall, whole: Sequence[int], context: _Context) -> int:
+    def _longest_answer(self, call: ChatCall, context: _Context) -> int:
         """Return how many tokens the answer may have."""
         request, config = self._sample.request, self._config
         left = request.max_new_tokens - len(self._recorder.tokens) - self._reserved - len(context.read)
-        bounds = [left, self._sample.max_model_len - len(whole)]
+        bounds = [left, self._sample.max_model_len - len(context.whole)]
         bounds += [bound for bound in (config.max_turn_tokens, call.max_tokens) if bound is not None]
         return min(bounds)
 
@@ -438,40 +422,34 @@ class EpisodeSession:
             ended = self._turns_of.get(_conversation(call.messages[: place + 1], call.tools))
             if not ended:
                 continue
-            after = max(ended, key=lambda number: (number not in self._unseen(), number))
+            after = max(ended, key=lambda number: (number not in self._unseen, number))
             row = self._recorder.row(after)
             read = await asyncio.to_thread(self._format.bridge, row, call.messages[place + 1 :], call.tools)
             if read is not None:
                 self._note_seen(after)
-                return _Context(after, len(row), read, is_fork=place != answers[-1])
+                return _Context(after, len(row), read, is_fork=place != answers[-1], whole=[*row, *read])
             self.counts["unbridged"] += 1
             break
         return self._beginning(await asyncio.to_thread(self._format.render, call.messages, call.tools))
 
     def _beginning(self, tokens: list[int]) -> _Context:
         """Return a context of these very tokens, with as many as possible from an earlier row."""
-        after, keeps = self._recorder.longest_beginning(tokens, self._unseen())
-        is_whole = after >= 0 and keeps == len(self._recorder.row(after))
+        after, keeps = self._recorder.longest_beginning(tokens, self._unseen)
+        is_whole = after >= 0 and keeps == self._recorder.row_length(after)
         if is_whole:
             self._note_seen(after)
-        return _Context(after, keeps, list(tokens[keeps:]), is_fork=bool(self._recorder.turns) and not is_whole)
-
-    def _unseen(self) -> set[int]:
-        """Return the turns that the agent does not have: of earlier attempts, or lost on their way."""
-        return {one.number for recorded in self._recorded.values() for one in recorded if one.is_kept}
+        is_fork = bool(self._recorder.turns) and not is_whole
+        return _Context(after, keeps, list(tokens[keeps:]), is_fork, whole=tokens)
 
     def _note_seen(self, number: int) -> None:
         """Note that the agent has a turn, as it goes on from it, and the turns from which that one went on."""
-        seen = set[int]()
-        while number >= 0:
-            seen.add(number)
+        while number >= 0 and number not in self._noted:
+            self._noted.add(number)
+            self._unseen.discard(number)
             call = self._recorder.turns[number].call
             assert call is not None
-            goes_on = call.after >= 0 and call.keeps == len(self._recorder.row(call.after))
+            goes_on = call.after >= 0 and call.keeps == self._recorder.row_length(call.after)
             number = call.after if goes_on else -1
-        for recorded in self._recorded.values():
-            for one in recorded:
-                one.is_kept &= one.number not in seen
 
 
 def _answer(turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:

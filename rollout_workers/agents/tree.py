@@ -32,6 +32,8 @@ class EpisodeRecorder(Recorder):
         super().__init__()
         self._prompt = np.asarray(prompt, np.int32)
         self._rows = TurnRows(self._prompt, np.zeros(0, np.int32))
+        self._buffer, self._buffered = np.zeros(256, np.int32), 0
+        """All tokens as an array with room for more, and how many it has."""
         self._rewards: list[float] = []
         self._dropped: set[int] = set()
         for segment in segments:
@@ -49,16 +51,17 @@ class EpisodeRecorder(Recorder):
         """The sum of the rewards of single turns."""
         return sum(self._rewards)
 
-    def turn(self, number: int) -> RecordedTurn:
-        """Return a turn by its number."""
+    def turn(self, number: int, context: list[int] | None = None) -> RecordedTurn:
+        """Return a turn by its number. `context`: what the model read, where the caller has it already."""
         turn = self.turns[number]
         assert turn.call is not None
         sampled = slice(turn.start, turn.end)
-        row = self._rows.tokens(number)
+        if context is None:
+            context = self._rows.tokens(number)[: self._rows.length(number) - (turn.end - turn.start)].tolist()
         return RecordedTurn(
             number=number,
             call=turn.call,
-            context=row[: len(row) - (turn.end - turn.start)].tolist(),
+            context=context,
             token_ids=self.tokens[sampled],
             logprobs=self.logprobs[sampled],
         )
@@ -67,6 +70,10 @@ class EpisodeRecorder(Recorder):
         """Return all tokens up to the end of a turn: its context and its answer; -1: the prompt."""
         row: list[int] = self._rows.tokens(number).tolist()
         return row
+
+    def row_length(self, number: int) -> int:
+        """Return the number of these tokens."""
+        return self._rows.length(number)
 
     def longest_beginning(self, context: Sequence[int], unseen: Collection[int]) -> tuple[int, int]:
         """Return the turn whose row shares most tokens with the beginning of `context`, and how many they are; -1: the
@@ -167,10 +174,19 @@ class EpisodeRecorder(Recorder):
 
     def _note_turn(self, turn: Turn) -> None:
         assert turn.call is not None
-        self._rows.response = np.asarray(self.tokens, np.int32)
+        self._rows.response = self._as_array()
         self._rows.add(turn.start, turn.end, turn.call)
         self.turns.append(turn)
         self._rewards.append(0.0)
+
+    def _as_array(self) -> NDArray[np.int32]:
+        """Return all tokens, of which only new ones are converted."""
+        count = len(self.tokens)
+        if count > len(self._buffer):
+            self._buffer = np.resize(self._buffer, 2 * count)
+        self._buffer[self._buffered : count] = self.tokens[self._buffered :]
+        self._buffered = count
+        return self._buffer[:count]
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
