@@ -309,8 +309,9 @@ def metrics() -> str:
     """Every field of a line of metrics.jsonl, and every metric that Prometheus reads."""
     text = "# Metrics\n\nThe learner writes one line for every step into `metrics.jsonl`, with these fields.\n"
     text += _field_list(wire_structs()["StepMetrics"][1])
-    meaning, fields = wire_structs()["LagFigures"]
-    text += f"\n## by_lag\n\n{meaning}\n{_field_list(fields)}"
+    for part, struct in (("by_lag", "LagFigures"), ("agent", "AgentFigures")):
+        meaning, fields = wire_structs()[struct]
+        text += f"\n## {part}\n\n{meaning}\n{_field_list(fields)}"
     for module, title in (("learner_metrics", "the learner"), ("worker_metrics", "a worker")):
         text += f"\n## Prometheus: {title}\n\n| metric | meaning |\n|---|---|\n"
         text += "".join(f"| `{name}` | {_sentence(meaning)} |\n" for name, meaning in prometheus_metrics(module))

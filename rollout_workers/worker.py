@@ -270,6 +270,7 @@ class Worker:
             broker_s=self._broker.answer_s,
             swap_s=self._weights.swap_s,
             paused_s=self._weights.paused_s,
+            agent=self._player.agent,
         )
 
     def _state(self) -> Literal["starting", "generating", "idle", "paused", "asleep", "draining"]:

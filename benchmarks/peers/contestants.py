@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpus import gpu_names, idle, looking
+from benchmarks.gpus import NO_MULTICAST, gpu_names, idle, looking, on_host
 from benchmarks.processes import ROOT, finish_group, headway
 from headway.broker.errors import ConfigError
 from headway.deploy.run.stage_output import is_complete, is_of
@@ -23,13 +23,14 @@ from headway.learner.disk import replace_file
 from . import of_headway, of_trl_async, of_verl
 from .figures import FIRST, Figures
 from .of_trl import TrlOrder, TrlSetting
-from .race import HEADWAY, LONG_TAILED, Race
+from .race import AGENT, HEADWAY, LONG_TAILED, Race
 
 BESIDE_ON_CPU = "trl-all-threads-eager-experts"
 """One more contestant where the task's model has experts, as it has on CPUs: TRL's fastest setting there."""
 TRL = {
     "trl-1-thread": TrlSetting(threads=1),
     "trl-all-threads": TrlSetting(),
+    "trl-all-threads-2-micro-batches": TrlSetting(micro_batches=2),
     "trl-all-threads-8-micro-batches": TrlSetting(micro_batches=8),
     BESIDE_ON_CPU: TrlSetting(model={"experts_implementation": "eager"}),
 }
@@ -38,6 +39,8 @@ DEFAULT = (HEADWAY, "trl-1-thread", "trl-all-threads")
 """The contestants that race unless the user names others."""
 LONG_TAILED_ON_GPUS = (HEADWAY, "trl-all-threads-8-micro-batches")
 """Those of the long-tailed task on GPUs, where larger passes of TRL's run out of memory."""
+OF_AGENTS = (HEADWAY, of_trl_async.NAME)
+"""Those of the agents' task on GPUs."""
 LOOPBACK = "127.0.0.1"
 """The address at which a peer's processes meet: all are on this machine, which may have no other."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", LOOPBACK)
@@ -47,6 +50,8 @@ REMEDY = "give another --output, or the same task and settings"
 
 def default(gpus: int, task: str) -> tuple[str, ...]:
     """Return the contestants that race in a task on so many GPUs unless the user names others."""
+    if task == AGENT:
+        return OF_AGENTS if gpus else (HEADWAY, "trl-all-threads")
     if not gpus:
         return (*DEFAULT, BESIDE_ON_CPU)
     return LONG_TAILED_ON_GPUS if task == LONG_TAILED else DEFAULT
@@ -54,8 +59,8 @@ def default(gpus: int, task: str) -> tuple[str, ...]:
 
 def lacking(name: str, gpus: int) -> str:
     """Return why a contestant cannot race on so many GPUs; empty if it can."""
-    if name == of_trl_async.NAME and gpus != 2:
-        return f"{name} trains on one GPU and generates on another: it needs --gpus 2"
+    if name == of_trl_async.NAME and gpus == 0:
+        return f"{name} generates with vLLM on GPUs only: it needs --gpus 1 or 2"
     if name == of_verl.NAME and gpus == 0:
         return f"{name} generates with vLLM on GPUs only: it needs --gpus 1 or 2"
     return ""
@@ -169,7 +174,7 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
     order, result, model = directory / "order.json", directory / "figures.json", directory / "model"
     module, server_gpu = "of_trl", None
     launcher: tuple[str, ...] = ()
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment = NO_MULTICAST | {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     # The process of a task's own prompts must find this project, which the peers' interpreter has not installed.
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment.setdefault("VLLM_HOST_IP", LOOPBACK)
@@ -179,7 +184,8 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
         environment["OMP_NUM_THREADS"] = str(setting.threads)
     if name == of_trl_async.NAME:
         module = "of_trl_async"
-        environment["CUDA_VISIBLE_DEVICES"], server_gpu = gpu_names(2)
+        environment["CUDA_VISIBLE_DEVICES"], server_gpu = (gpu_names(race.gpus) * 2)[:2]
+        environment |= on_host("trainer") if race.gpus == 1 else {}
     elif race.gpus > 1:
         launcher = (*TORCHRUN, "--nproc-per-node", str(race.gpus))
     told = TrlOrder(race=race, setting=setting, model=str(model), began=time.time(), server_gpu=server_gpu)

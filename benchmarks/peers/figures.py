@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from .race import HEADWAY, LONG_TAILED, SHORT
+from .race import AGENT, HEADWAY, LONG_TAILED, SHORT
 
 FIRST = 5
 """The number of first steps that do not count towards speeds: engines start, and caches are cold."""
-TARGETS = {(2, SHORT): 2.0, (2, LONG_TAILED): 3.0}
+TARGETS = {(2, SHORT): 2.0, (2, LONG_TAILED): 3.0, (1, AGENT): 2.0, (2, AGENT): 2.0}
 """The targets by the number of GPUs and the task: so many times the samples per second of the fastest peer."""
 TARGET = 1.5
 """The target elsewhere."""
@@ -51,6 +51,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds at which these steps ended, from the command's start."""
     lag_mean: float = 0.0
     """The mean number of versions by which a sample's oldest token was behind the weights that it trained."""
+    weight_sync_s: float = 0.0
+    """The mean seconds for which generation paused while weights were sent; 0 for a contestant that does not tell."""
     gpu_idle: list[float] | None = None
     """For each GPU, the share of the time in which no kernel ran; None on a CPU."""
     pass_rate: float | None = None
@@ -59,7 +61,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The directory of the saved model."""
 
 
-def figures_of(steps: Sequence[Step], *, lag_mean: float = 0.0, first: int = FIRST) -> Figures:
+def figures_of(
+    steps: Sequence[Step], *, lag_mean: float = 0.0, weight_sync_s: float = 0.0, first: int = FIRST
+) -> Figures:
     """Return the figures of a run of at least two steps, of which the first `first` do not count."""
     first = min(first, len(steps) - 1)
     counted, seconds = steps[first:], steps[-1].end_s - steps[first - 1].end_s
@@ -74,6 +78,7 @@ def figures_of(steps: Sequence[Step], *, lag_mean: float = 0.0, first: int = FIR
         rewards=[round(step.reward, 3) for step in steps],
         ends_s=[round(step.end_s, 1) for step in steps],
         lag_mean=round(lag_mean, 2),
+        weight_sync_s=round(weight_sync_s, 3),
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 from headway.broker.schema import Prompt
 from headway.deploy.recipe.recipe import Recipe
 
+from . import trl_agents
 from .figures import Figures, Step, figures_of
 from .race import Race
 
@@ -102,7 +103,7 @@ def prompts_of(recipe: Recipe, steps: int, tokenizer: Any) -> list[Prompt]:
     return [renderer.prompt(source.train(0, at), group=f"race-{at}", num_samples=size) for at in range(count)]
 
 
-def row_of(prompt: Prompt) -> dict[str, str]:
+def row_of(prompt: Prompt) -> dict[str, Any]:
     """Return the prompt as a row of TRL's data set, with all that the verifier needs."""
     return {
         "prompt": prompt.text,
@@ -146,6 +147,7 @@ def config_of(race: Race, setting: TrlSetting, directory: str) -> dict[str, Any]
         "use_vllm": on_gpu,
         **({"vllm_mode": "colocate", "vllm_max_model_length": recipe.engine.max_model_len} if on_gpu else {}),
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa", **setting.model},
+        **(trl_agents.limits_of(recipe, is_of_turn=False) if trl_agents.is_of_agents(recipe) else {}),
         "save_strategy": "no",
         "logging_steps": recipe.learner.steps,
         "report_to": [],
@@ -165,6 +167,7 @@ class Verifier:
         from headway.learner.config import ModelConfig
 
         self._recipe = recipe
+        self._is_of_agents = trl_agents.is_of_agents(recipe)
         self._clock = clock
         self._decoding = own_decoding(ModelConfig(path=str(model)), recipe.sampling)
         self._reward: Any = None
@@ -176,9 +179,10 @@ class Verifier:
         ground_truth: Sequence[str],
         data_source: Sequence[str],
         extra: Sequence[str],
+        completions: Sequence[Any] = (),
         **_others: Any,
     ) -> list[float]:
-        """Return the rewards of these responses."""
+        """Return the rewards of these responses, of episodes the rewards of their last answers."""
         from headway.deploy.recipe.trust import roots_of
         from headway.rollout_workers.decoding import response_text
         from headway.rollout_workers.rewards import open_reward
@@ -186,7 +190,7 @@ class Verifier:
         if self._reward is None:  # opened in the loop that uses it
             self._reward = await open_reward(self._recipe.rewards, roots_of(self._recipe))
 
-        async def judge(text: str, ids: Sequence[int], truth: str, source: str, facts: str) -> float:
+        async def judge(text: str, ids: Sequence[int], truth: str, source: str, facts: str, response: str) -> float:
             asked = Prompt(
                 group="race",
                 token_ids=[],
@@ -197,10 +201,14 @@ class Verifier:
                 num_samples=1,
             )
             reason = "stop" if ids and ids[-1] in self._decoding.stop_token_ids else "length"
-            score = await self._reward.score(asked, response_text(self._decoding, ids), reason, ids)
+            score = await self._reward.score(asked, response, reason, ids)
             return float(score.total)
 
-        columns = zip(prompts, completion_ids, ground_truth, data_source, extra, strict=True)
+        if self._is_of_agents:
+            responses = trl_agents.last_answers(completions)
+        else:
+            responses = [response_text(self._decoding, ids) for ids in completion_ids]
+        columns = zip(prompts, completion_ids, ground_truth, data_source, extra, responses, strict=True)
         rewards = await asyncio.gather(*[judge(*one) for one in columns])  # side by side, as Headway's workers do
         self._clock.add_samples(rewards, completion_ids)
         return rewards
@@ -217,7 +225,7 @@ class Judge:
         """Return the rewards of responses to these conversations, of whose only message the text has been rendered."""
         if self._verifier is None:
             self._verifier = Verifier(self._race.load(), self._race.model, Clock(time.time()))
-        return await self._verifier.score(prompts=[messages[0]["content"] for messages in prompts], **columns)
+        return await self._verifier.score(prompts=[messages[-1]["content"] for messages in prompts], **columns)
 
 
 def run(order: TrlOrder) -> Figures:
@@ -232,6 +240,7 @@ def run(order: TrlOrder) -> Figures:
     tokens = {prompt.text: list(prompt.token_ids) for prompt in prompts}
     updates = recipe.learner.updates_per_step
     verifier = Verifier(recipe, model, clock)
+    is_of_agents = trl_agents.is_of_agents(recipe)
 
     async def score(**given: Any) -> list[float]:
         return await verifier.score(**given)
@@ -242,7 +251,9 @@ def run(order: TrlOrder) -> Figures:
                 clock.end_step()
 
     class Timed(GRPOTrainer):  # type: ignore[misc]  # TRL exports it lazily, without a type
-        def _tokenize_prompts(self, texts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        def _tokenize_prompts(self, texts: list[Any]) -> Any:
+            if is_of_agents:
+                return super()._tokenize_prompts(texts)
             return [tokens[text] for text in texts], None, {}  # those that Headway's model reads
 
         def _generate_single_turn(self, *arguments: Any, **options: Any) -> Any:
@@ -256,8 +267,11 @@ def run(order: TrlOrder) -> Figures:
         model=str(model),
         args=GRPOConfig(**config_of(order.race, order.setting, order.model)),
         reward_funcs=score,
-        train_dataset=Dataset.from_list([row_of(prompt) for prompt in prompts]),
+        train_dataset=Dataset.from_list(
+            trl_agents.rows_of(recipe, prompts, tokenizer) if is_of_agents else [row_of(prompt) for prompt in prompts]
+        ),
         processing_class=tokenizer,
+        environment_factory=trl_agents.factory_of(recipe) if is_of_agents else None,
         callbacks=[Steps()],
     )
     trainer.train()

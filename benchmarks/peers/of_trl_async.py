@@ -1,8 +1,9 @@
 """python -m benchmarks.peers.of_trl_async ORDER RESULT
 
 The driver of TRL's AsyncGRPOTrainer, in an interpreter that has TRL and vLLM: the trainer on one GPU, `vllm serve` on
-another, to which it sends its weights by NCCL. ORDER and RESULT are files of JSON. Steps are of exactly the race's
-samples (`token_budget` 0, where TRL fills rows up to a number of tokens), and weights are sent after each.
+another, to which it sends its weights by NCCL. On one GPU both share it, and NCCL, which wants one rank on a GPU of a
+host, takes them for two hosts. ORDER and RESULT are files of JSON. Steps are of exactly the race's samples
+(`token_budget` 0, where TRL fills rows up to a number of tokens), and weights are sent after each.
 """
 
 import inspect
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -22,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.deploy.recipe.recipe import Recipe
+from benchmarks.gpus import on_host
+from headway.broker.schema import Prompt
 
+from . import trl_agents
 from .figures import Figures, Step, figures_of
 from .of_trl import Judge, TrlOrder, TrlSetting, config_of, prompts_of, row_of
 from .race import Race
@@ -32,8 +35,11 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "trl-async"
-LARGEST_PASS = 128
-"""Samples in one forward and backward pass: more of the longest responses do not fit beside their gradients."""
+LARGEST_PASS = {1: 64, 2: 128}
+"""Samples in one forward and backward pass, by the number of GPUs: more of the longest responses do not fit beside
+their gradients, and on one GPU beside the server."""
+SERVERS_SHARE = {1: 0.3, 2: 0.85}
+"""The share of its GPU's memory that the server takes, by the number of GPUs."""
 ALL = "{{ messages[0]['content'] }}"
 """A chat template for a conversation whose only message has been rendered."""
 NO_TOOLS = {
@@ -60,12 +66,13 @@ def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
     """Return the arguments of AsyncGRPOConfig: those of the synchronous trainer, where it has them."""
     recipe = race.load()
     updates = recipe.learner.updates_per_step
-    passes = -(-race.samples_per_step // (updates * LARGEST_PASS))
+    passes = -(-race.samples_per_step // (updates * LARGEST_PASS[race.gpus]))
     in_flight = max(1, recipe.staleness.max_lag) * race.samples_per_step
     common = config_of(race, TrlSetting(micro_batches=passes), directory)
     return {
         **{key: value for key, value in common.items() if key not in SYNCHRONOUS},
         "per_device_train_batch_size": race.samples_per_step // (updates * passes),  # one process trains
+        **(trl_agents.limits_of(recipe, is_of_turn=True) if trl_agents.is_of_agents(recipe) else {}),
         "model_init_kwargs": {"dtype": "float32"},
         "token_budget": 0,
         "weight_sync_steps": updates,
@@ -80,18 +87,21 @@ def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(recipe: Recipe, model: Path, gpu: str) -> Iterator[str]:
-    """Serve the model until the end of the block, on that GPU; gives the URL at which it will answer."""
+def serving(race: Race, gpu: str) -> Iterator[str]:
+    """Serve the race's model until the end of the block, on that GPU; gives the URL at which it will answer."""
+    recipe = race.load()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(model)),
+        *(sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.cli.main", "serve", str(race.model)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", recipe.engine.dtype, "--max-model-len", str(recipe.engine.max_model_len)),
         *("--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"),
-        *("--gpu-memory-utilization", "0.85", "--weight-transfer-config", '{"backend": "nccl"}'),
+        *("--gpu-memory-utilization", str(SERVERS_SHARE[race.gpus])),
+        *("--weight-transfer-config", '{"backend": "nccl"}'),
     ]
     environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    environment |= on_host("server") if race.gpus == 1 else {}
     with subprocess.Popen(command, env=environment) as server:
         is_over = threading.Event()
 
@@ -188,6 +198,7 @@ class AsyncClock:
         self._logged: list[Mapping[str, float]] = []
         self._steps: list[Step] = []
         self._lags: list[float] = []
+        self._syncs_s: list[float] = []
 
     def note(self, logs: Mapping[str, float]) -> None:
         """Note an update. Its reward may be of one forward pass later, as the trainer packs one ahead."""
@@ -197,23 +208,30 @@ class AsyncClock:
         self._steps.append(
             Step(
                 end_s=time.time() - self._began,
-                samples=round(sum(log["batch/samples_per_step"] for log in self._logged)),
+                samples=round(sum(map(_samples, self._logged))),
                 tokens=round(sum(log["batch/trained_tokens_per_step"] for log in self._logged)),
                 reward=fmean(log["reward"] for log in self._logged if log.get("reward") is not None),
                 learner_idle_s=sum(log["perf/rollout_wait_s"] for log in self._logged),
             )
         )
         self._lags += [log["sample/staleness_mean"] for log in self._logged if "sample/staleness_mean" in log]
+        self._syncs_s += [log["perf/weight_sync_s"] for log in self._logged if "perf/weight_sync_s" in log]
         self._logged = []
 
     def figures(self) -> Figures:
-        return figures_of(self._steps, lag_mean=fmean(self._lags) if self._lags else 0.0)
+        lag, sync_s = (fmean(of_updates) if of_updates else 0.0 for of_updates in (self._lags, self._syncs_s))
+        return figures_of(self._steps, lag_mean=lag, weight_sync_s=sync_s)
+
+
+def _samples(log: Mapping[str, float]) -> float:
+    """Return the samples of an update, of whose rows an episode with a rewritten history has several."""
+    return log["batch/samples_per_step"] / log.get("rollout/samples_per_rollout", 1.0)
 
 
 def run(order: TrlOrder) -> Figures:
     """Serve, train, save the model, and return the figures. The server starts while the trainer is imported."""
     assert order.server_gpu is not None
-    with serving(order.race.load(), order.race.model, order.server_gpu) as url:
+    with serving(order.race, order.server_gpu) as url:
         return _trained(order, url)
 
 
@@ -228,11 +246,8 @@ def _trained(order: TrlOrder, url: str) -> Figures:
     clock = AsyncClock(order.began, recipe.learner.updates_per_step)
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = prompts_of(recipe, recipe.learner.steps, tokenizer)
-    tokenizer.chat_template, tokenizer.response_template = ALL, NO_TOOLS
-    rows = [{**row_of(prompt), "prompt": [{"role": "user", "content": prompt.text}]} for prompt in prompts]
-    for prompt, row in zip(prompts, rows, strict=True):
-        read = tokenizer.apply_chat_template(row["prompt"], return_dict=False, add_generation_prompt=True)
-        assert read == list(prompt.token_ids), "TRL's model must read what Headway's reads"
+    is_of_agents = trl_agents.is_of_agents(recipe)
+    rows = trl_agents.rows_of(recipe, prompts, tokenizer) if is_of_agents else _rows(prompts, tokenizer)
 
     class Steps(TrainerCallback):  # type: ignore[misc]  # transformers exports it lazily, without a type
         def on_log(self, _arguments: Any, _state: Any, _control: Any, logs: dict[str, float], **_options: Any) -> None:
@@ -246,11 +261,21 @@ def _trained(order: TrlOrder, url: str) -> Figures:
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Steps()],
+        environment_factory=trl_agents.factory_of(recipe) if is_of_agents else None,
     )
     trainer.train()
     trainer.save_model(order.model)
     AutoTokenizer.from_pretrained(model).save_pretrained(order.model)  # with the model's own chat template
     return clock.figures()
+
+
+def _rows(prompts: Sequence[Prompt], tokenizer: Any) -> list[dict[str, Any]]:
+    tokenizer.chat_template, tokenizer.response_template = ALL, NO_TOOLS
+    rows = [{**row_of(prompt), "prompt": [{"role": "user", "content": prompt.text}]} for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        read = tokenizer.apply_chat_template(row["prompt"], return_dict=False, add_generation_prompt=True)
+        assert read == list(prompt.token_ids), "TRL's model must read what Headway's reads"
+    return rows
 
 
 def main() -> None:

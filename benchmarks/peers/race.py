@@ -13,6 +13,7 @@ from headway.deploy.recipe.resolve import load_recipe
 from headway.deploy.run.stage_output import SFT
 
 ON_GPU = ("learner.device=cuda", "engine.kind=vllm", "engine.device=cuda", "weights.transport=ipc")
+ON_CPU = ("learner.device=cpu", "engine.kind=embedded", "engine.device=cpu", "engine.options={}")
 ENGINES = 4
 """Headway's engines on the second of two GPUs."""
 ENGINES_BESIDE = 3
@@ -34,7 +35,7 @@ GPU learner and engines share it, and the engines together take less of its memo
 default. Of two GPUs the learner has one and four engines the other."""
 HEADWAY = "headway"
 """The name of Headway's runs."""
-SHORT, LONG_TAILED = "short", "long-tailed"
+SHORT, LONG_TAILED, AGENT = "short", "long-tailed", "agent"
 GRPO = ("group_mean_std", "ppo_clip", "token_mean")
 """The composition that both have: the preset `grpo`, TRL's `loss_type="dapo"`."""
 LIKE_PRESET = ("algorithm.objective.anchor=behavior", "algorithm.corrections=[]", "optimizer.warmup_steps=0")
@@ -65,6 +66,10 @@ TASKS = {
             str(Path(__file__).with_name("long_tailed_gpu.yaml")),
             (*LIKE_PRESET, "learner.steps=40", "evaluation.prompts=512"),
         ),
+    },
+    AGENT: {
+        "cpu": Task(str(Path(__file__).with_name("agent_gpu.yaml")), (*LIKE_PRESET, *ON_CPU)),
+        "cuda": Task(str(Path(__file__).with_name("agent_gpu.yaml")), LIKE_PRESET),
     },
 }
 """The recipe of each task on CPUs and on GPUs."""

@@ -276,6 +276,8 @@ def _frames(flat: Sequence[bytes]) -> dict[str, bytes]:
 def _check_figures(report: msgspec.Struct) -> None:
     """Raises FrameError for figures that no process has: displays add them up, and divide by them."""
     for name, value in msgspec.structs.asdict(report).items():
+        if isinstance(value, msgspec.Struct):
+            _check_figures(value)
         for figure in value.values() if isinstance(value, dict) else (value,):
             if isinstance(figure, float) and not abs(figure) < _LARGEST:
                 raise FrameError(f"{name} is {figure}")

@@ -3,6 +3,7 @@
     __init__.py     the data path: prompts, leases, segments, trajectories and groups, the rules for them; the owner
     weights.py      a version of the weights and its receivers; the model's files
     step_metrics.py a learner step
+    agent_measures.py   the names of measures of an agent's episode
     status.py       a snapshot of a run; the reports of workers, scorers and pools
 
 Numpy arrays travel as raw little-endian buffers (see `broker.wire.codec`); everything else is msgpack.

@@ -8,6 +8,50 @@ from . import WeightVersion
 from .step_metrics import StepMetrics
 
 
+class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's report of the episodes that agents play on it, those of evaluations too. All sums are since the worker
+    began, and of episodes that have left it: played to their end, failed, or handed back."""
+
+    episodes: int = 0
+    """Episodes that are open now."""
+    running_requests: int = 0
+    """Calls of the model that are being answered now."""
+    waiting_for_tools: int = 0
+    """Open episodes that have a turn behind them and ask nothing of the model now: their tools or agents work."""
+    finished: int = 0
+    """Episodes that were played to their end and scored, with those that failed and got 0."""
+    finished_turns: int = 0
+    """Turns of finished episodes, with those that earlier workers sampled."""
+    turns: int = 0
+    """Turns that this worker sampled."""
+    tool_s: float = 0.0
+    """Seconds in which episodes asked nothing of the model, summed up."""
+    read_tokens: int = 0
+    """Tokens that the model read after a prompt: messages, answers of tools, and what forks read."""
+    sampled_tokens: int = 0
+    forks: int = 0
+    """Turns whose conversation does not go on from the tokens of an earlier one: its history was rewritten, or a
+    subagent began one."""
+    reread_tokens: int = 0
+    """Tokens that forks read after the place where they break off."""
+    unseen_turns: int = 0
+    """Turns that are not trained, as the agent never got them, or did not ask for them when it was run again."""
+    resumed_calls: int = 0
+    """Calls that were answered with a turn of an earlier attempt."""
+    repeated_calls: int = 0
+    """Calls that were answered with a turn of the same attempt: a client had lost its answer."""
+    over_budget: int = 0
+    """Calls for which the episode had no turn or token left."""
+    turn_timeouts: int = 0
+    """Calls without an answer within `agent.turn_s`."""
+    failures: dict[str, int] = {}
+    """Failed episodes by reason: `raised`, `timeout` (over `agent.episode_s`), `lost` (the agent's process ended),
+    `no_turn` (nothing can be trained), `no_reward`."""
+    refused_calls: dict[str, int] = {}
+    """Requests to the endpoint that got an error, by reason: its kind, such as `busy` or `ended`, or the field that
+    cannot be honoured, such as `temperature`."""
+
+
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's report of itself, sent with every heartbeat."""
 
@@ -51,6 +95,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The time of its swaps so far, with their checks; of a version that arrives in parts, until it is there."""
     paused_s: float = 0.0
     """The time for which it has been `paused` so far."""
+    agent: AgentInfo | msgspec.UnsetType = msgspec.UNSET
+    """The episodes that agents play; absent in a run without an agent."""
 
 
 class ScorerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,40 @@ class LagFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The mean of log policy - log teacher over these tokens, of distillation."""
 
 
+class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the episodes that agents played, over all samples of the step's groups."""
+
+    episodes: int
+    turns_mean: float
+    """The mean number of an episode's turns."""
+    turns_max: int
+    tool_calls_mean: float
+    """The mean number of tools that an episode's answers call."""
+    tool_s_mean: float
+    """The mean time in which an episode asked nothing of the model: its tools or its agent worked."""
+    versions_mean: float
+    """The mean number of weight versions that sampled an episode."""
+    fork_fraction: float
+    """The share of turns whose conversation does not go on from the tokens of an earlier one."""
+    reread_fraction: float
+    """The share of all tokens, read and sampled, that forks read after the place where they break off."""
+    unseen_fraction: float
+    """The share of turns that are not trained, as the agent never got them, or did not ask for them when it was run
+    again."""
+    resumed_calls: int = 0
+    """Calls that were answered with a turn of an earlier attempt."""
+    repeated_calls: int = 0
+    """Calls that were answered with a turn of the same attempt."""
+    over_budget: int = 0
+    """Calls for which the episode had no turn or token left."""
+    turn_timeouts: int = 0
+    """Calls without an answer within `agent.turn_s`."""
+    failures: dict[str, int] = {}
+    """Episodes that failed and got 0, by reason; those that begin anew are in the workers' reports alone."""
+    refused_calls: dict[str, int] = {}
+    """Requests to the endpoint that got an error, by reason."""
+
+
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of one learner step, as written to metrics.jsonl and shown live."""
 
@@ -97,6 +131,8 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The optimizer's learning rate at this step."""
     algorithm: dict[str, float]
     """The metrics of the loss: ESS, clip and mask fractions, KL."""
+    agent: AgentFigures | msgspec.UnsetType = msgspec.UNSET
+    """Figures of episodes that agents played; absent in a run without an agent."""
     waited_mean_s: float | None = None
     """For how long the step's groups waited for the learner once they were ready, in the mean; None: the batch came
     from the log."""

@@ -26,6 +26,8 @@ from headway.broker.staleness import lag_of, oldest_step
 
 LOGPROB_ROUNDING = 1e-3
 """In low precision the logprob of a token of probability 1 may be slightly above 0."""
+CLAMPED_LOGPROB = -9999.0
+"""What engines send in the place of a logprob that they do not have; no token so unlikely is sampled."""
 PROBABILITY_ROUNDING = 1e-2
 """By so much the probabilities of a teacher's candidates in one place may be above 1 together."""
 
@@ -47,6 +49,9 @@ def validate_sample(
     _check_length(tid, len(trajectory.response_tokens), limits)
     _check_tokens(tid, trajectory.response_tokens, limits)
     _check_logprobs(tid, trajectory.behavior_logprobs, trajectory.loss_mask)
+    _check_known(tid, trajectory.behavior_logprobs)
+    if b"\1" not in trajectory.loss_mask.tobytes():
+        raise FrameError(f"{tid}: a sample without a token that may be trained")
     _check_versions(tid, trajectory.spans, newest)
     _check_experts(tid, trajectory.experts, limits)
     _check_teacher(tid, trajectory, limits)
@@ -70,6 +75,7 @@ def validate_segment(
     _check_length(tid, segment.start + len(segment.tokens), limits)
     _check_tokens(tid, segment.tokens, limits)
     _check_logprobs(tid, segment.behavior_logprobs, segment.loss_mask)
+    _check_known(tid, segment.behavior_logprobs)
     if oldest_step(segment.spans) < oldest:  # the worker that goes on after it would be blamed for that
         raise FrameError(
             f"{tid}: tokens of step {oldest_step(segment.spans)}, said to be of step {oldest} at the oldest"
@@ -86,6 +92,12 @@ def _check_length(tid: TrajectoryId, length: int, limits: SampleLimits) -> None:
 def _check_tokens(tid: TrajectoryId, tokens: NDArray[np.int32], limits: SampleLimits) -> None:
     if limits.vocabulary is not None and len(tokens) and int(tokens.max()) >= limits.vocabulary:
         raise FrameError(f"{tid}: token id {tokens.max()}, the model's vocabulary ends at {limits.vocabulary}")
+
+
+def _check_known(tid: TrajectoryId, logprobs: NDArray[np.float32]) -> None:
+    """Raises FrameError where an engine had no logprob for a token that it sampled."""
+    if len(logprobs) and np.minimum.reduce(logprobs) <= CLAMPED_LOGPROB:
+        raise FrameError(f"{tid}: a behaviour logprob of {logprobs.min():g}, which engines send where they have none")
 
 
 def _check_logprobs(

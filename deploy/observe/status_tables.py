@@ -16,6 +16,7 @@ from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import Fault, PoolInfo, QueueAges, QueueDepths, RunStatus, Tallies, WorkerInfo
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.recipe.pools import MAIN, POOL
+from headway.deploy.run.agent_figures import AgentsTogether, agents_together
 from headway.deploy.run.figures import by_lag, generated_per_s, lag_histogram, trained_per_s
 from headway.deploy.terminal import WordWrapTable, headed_table
 
@@ -51,6 +52,8 @@ def status_json(status: RunStatus, waiting: Bottleneck | None = None) -> dict[st
         "generated_tokens_per_s": generated_per_s(status.workers),
         "trained_tokens_per_s": trained_per_s(recent(status)),
     }
+    if (agents := agents_together(status.workers)) is not None:
+        plain["agents"] = msgspec.to_builtins(agents)
     plain["waiting"] = msgspec.to_builtins(waiting)
     return plain
 
@@ -69,6 +72,8 @@ def status_tables(status: RunStatus, waiting: Bottleneck | None = None) -> Rende
     after = [_lags(status)]
     if status.scorers or status.scoring:
         after.insert(0, _scorers(status))
+    if (agents := agents_together(status.workers)) is not None:
+        after.insert(0, _agents(agents))
     if status.faults:
         after.append(_faults(status.faults))
     if status.quarantined or status.dead_letters:
@@ -203,6 +208,25 @@ def _scorers(status: RunStatus) -> Table:
         f" {queue.answered:,} answered, {queue.failed} failed"
         for queue in status.scoring
     )
+    return table
+
+
+def _agents(agents: AgentsTogether) -> Table:
+    """Return what all workers report of the episodes that agents play."""
+    headings = ("open", "requests running", "waiting for tools", "finished", "turns each", "tool s a turn")
+    table = headed_table(title="Agents' episodes", numbers=(*headings, "forks", "tokens re-read"))
+    counts = (agents.episodes, agents.running_requests, agents.waiting_for_tools, agents.finished)
+    means = ("-" if mean is None else f"{mean:,.2f}" for mean in (agents.turns_per_episode, agents.tool_s_per_turn))
+    shares = ("-" if share is None else f"{share:.1%}" for share in (agents.fork_fraction, agents.reread_fraction))
+    table.add_row(*(f"{count:,}" for count in counts), *means, *shares)
+    captions = [
+        f"{agents.unseen_turns:,} turns unseen, {agents.resumed_calls:,} calls resumed, {agents.repeated_calls:,}"
+        f" repeated, {agents.over_budget:,} over budget, {agents.turn_timeouts:,} over agent.turn_s"
+    ]
+    for what, found in (("failed", agents.failures), ("calls refused", agents.refused_calls)):
+        if found:
+            captions.append(f"{what}: {', '.join(f'{count:,} {reason}' for reason, count in found.items())}")
+    table.caption = "; ".join(captions)
     return table
 
 

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from headway.broker.schema import Trajectory, WeightVersion
+from headway.broker.schema.agent_measures import is_worker_measure
 from headway.broker.schema.status import RunStatus
 from headway.broker.schema.step_metrics import StepMetrics
 from headway.deploy.observe.run_warnings import FLAT_STEPS, FlatRewardReporter
 from headway.deploy.observe.sinks.base import Sinks
 from headway.deploy.recipe.recipe import Recipe
+from headway.deploy.run.agent_figures import agent_figures
 from headway.deploy.run.events import EvaluationEvent, HeartbeatEvent, StepEvent
 from headway.deploy.run.figures import finite
 from headway.learner.backends.base import Backend
@@ -198,20 +200,21 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
     responses = [len(t.response_tokens) for t in trajectories]
     figures = {**step.update.algorithm, **step.scored.figures}
     seconds = seconds_by_phase(step.laps)
+    rewards = step.scored.rewards
     train_s = seconds["pack"] + seconds["train"]
     return StepMetrics(
         incarnation=step.version.incarnation,
         step=step.version.step,
         total_steps=total_steps,
         time_s=time_s,
-        reward_mean=step.scored.rewards.mean,
-        reward_std=step.scored.rewards.std,
-        reward=step.scored.rewards.components,
-        reward_samples=step.scored.rewards.counts,
-        flat_groups=step.scored.rewards.flat_groups,
+        reward_mean=rewards.mean,
+        reward_std=rewards.std,
+        reward={name: mean for name, mean in rewards.components.items() if not is_worker_measure(name)},
+        reward_samples={name: count for name, count in rewards.counts.items() if not is_worker_measure(name)},
+        flat_groups=rewards.flat_groups,
         truncated=truncated / len(taken) if taken else 0.0,
         truncated_samples=truncated,
-        truncated_reward_mean=step.scored.rewards.truncated,
+        truncated_reward_mean=rewards.truncated,
         response_tokens_mean=fmean(responses or (0,)),
         lag_mean=fmean(lags or (0,)),
         lag_max=max(lags, default=0),
@@ -230,6 +233,7 @@ def _metrics(step: TrainedStep, trajectories: Sequence[Trajectory], total_steps:
         loss=finite(step.update.loss),
         grad_norm=finite(step.update.grad_norm),
         learning_rate=step.update.learning_rate,
+        agent=agent_figures(taken),
         algorithm={name: value for name, value in figures.items() if math.isfinite(value)},
         take_s=seconds["take"],
         train_s=train_s,

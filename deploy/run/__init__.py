@@ -5,6 +5,7 @@
     run_directory.py                    ▼
     one run, one directory       figures.py, samples.py ─► replays, pages, terminal
 
+    agent_figures.py               figures of agents' episodes, of a step and of all workers
     stage_output.py                the models and records of stages without workers
     openenv_traces.py              trained episodes of agents as OpenEnv reads them
     resumable_keys.py              the keys that a resumed run may change

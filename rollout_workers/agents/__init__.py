@@ -11,6 +11,7 @@
     session.py       answers the calls of one episode: from the record, by the engine, or with a refusal
     tree.py          records an episode's turns
     player.py        plays samples by agents, scores them, and serves their endpoint
+    tally.py         what became of episodes: measures of each one, and sums for the worker's report
     hosted.py        agents in processes of the worker; client.py: their way to the endpoint
     external.py      agents that no worker starts: they claim a task and end it
     endpoint/        HTTP, in the dialects of OpenAI, Anthropic, vLLM and our own

@@ -72,6 +72,12 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 )
                 raise CallRefusedError(message, name)
 
+    def check_tokens(self, vocabulary: int) -> None:
+        """Raise CallRefusedError for a token that the model does not have: no learner would train what goes on after
+        it."""
+        if wrong := [token for token in self.prompt_token_ids or () if not 0 <= token < vocabulary]:
+            raise CallRefusedError(f"token id {wrong[0]} is none of the model's {vocabulary}", "prompt_token_ids")
+
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One turn of the model, as the engine sampled it."""

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,8 @@ from zlib import crc32
 
 from headway.broker.errors import UserCodeError
 from headway.broker.schema import Prompt, Segment
+from headway.broker.schema.agent_measures import PREFIX, is_reserved
+from headway.broker.schema.status import AgentInfo
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import typed_options
 from headway.broker.user_code.pool import CallTimeoutError, HostLostError
@@ -33,6 +34,7 @@ from .formats import open_format
 from .formats.options import AgentFormatOptions
 from .hosted import AgentHosts, Played
 from .session import EpisodeSession
+from .tally import EpisodeTally, measures_of
 from .tree import EpisodeRecorder
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class AgentPlayer:
         self._format = chat_format
         self._decoding = decoding
         self._model = model
+        self._tally, self._is_taken_told = EpisodeTally(), False
         self._dropped = DroppedMeasures(f"agent {config.kind}")
         self._failures = CallFailures(
             f"agent {config.kind}",
@@ -101,6 +104,11 @@ class AgentPlayer:
         """See Player."""
         return sum(session.is_outside for session in self._sessions.open.values())
 
+    @property
+    def agent(self) -> AgentInfo:
+        """See Player."""
+        return self._tally.report(list(self._sessions.open.values()), self._endpoint.refused.all)
+
     def resumes(self, segments: Sequence[Segment]) -> bool:
         """See Player."""
         return self._agents.resume == "replay" and all(is_of_agent(segment.turns) for segment in segments)
@@ -121,9 +129,13 @@ class AgentPlayer:
         finally:
             session.settle()
             del self._sessions.open[name]
+            self._tally.note_left(session)
+            refused = self._endpoint.refused.take(name)
         with trace.scoring():
             scored = await self._scored(sample.prompt, recorder, reward)
-        return ScoredTurn(scored.reward, scored.components | measures | _measures(session, recorder, reason), ())
+        self._tally.note_finished(recorder)
+        measures |= measures_of(session, recorder, reason, refused)
+        return ScoredTurn(scored.reward, scored.components | measures, ())
 
     def _opened(self, sample: PlayedSample, recorder: EpisodeRecorder) -> tuple[EpisodeSession, str]:
         """Return a session with its name, which is its secret."""
@@ -140,6 +152,7 @@ class AgentPlayer:
             self._config,
             model=self._model,
             text_of=self._decoding.decode,
+            vocabulary=self._decoding.vocabulary,
             attempt=attempt,
             end=end,
         )
@@ -175,14 +188,27 @@ class AgentPlayer:
             failure = failure or UserCodeError("ended without a turn that could be trained")
         if failure is None:
             self._failures.note_success()
-            kept = self._dropped.note(measures, left_out)
-            return reward, {f"agent/{name}": value for name, value in kept.items()}, ""
+            return reward, self._kept(measures, left_out), ""
+        reason = "no_turn" if recorder is None else _reason(failure)
+        self._tally.note_failed(reason)
         if recorder is None or self._config.on_failure == "again":
             raise self._failures.note(sample.prompt, failure) from failure
         kind, group = self._config.kind, sample.prompt.group
         log.warning("agent %s on prompt %r: it %s. Its turns are trained with a reward of 0.", kind, group, failure)
         recorder.clear_rewards()
-        return 0.0, {}, _reason(failure)
+        return 0.0, {}, reason
+
+    def _kept(self, measures: dict[str, float], left_out: list[str]) -> dict[str, float]:
+        """Return an agent's own measures as the trajectory names them, without those that have a name of ours."""
+        taken = sorted(name for name in measures if is_reserved(name))
+        if taken and not self._is_taken_told:
+            self._is_taken_told = True
+            names = ", ".join(taken)[:200]
+            log.warning(
+                "agent %s: Headway's own measures are called %s; call yours otherwise", self._config.kind, names
+            )
+        kept = self._dropped.note({n: value for n, value in measures.items() if n not in taken}, left_out)
+        return {f"{PREFIX}{name}": value for name, value in kept.items()}
 
     async def _unless_failed(self, sample: PlayedSample, session: EpisodeSession, name: str) -> Played:
         """Return what the agent returned. Raises the engine's failure at once, whatever the agent does."""
@@ -211,6 +237,7 @@ class AgentPlayer:
             return ScoredTurn(reward, {}, ())
         if isinstance(self._reward, ZeroReward):
             error = UserCodeError("returned no reward, and the recipe has no rewards that could score the answer")
+            self._tally.note_failed("no_reward")
             raise self._failures.note(prompt, error)
         last = recorder.newest_main()
         assert last is not None
@@ -264,13 +291,3 @@ def _reason(error: UserCodeError) -> str:
     if isinstance(error, CallTimeoutError):
         return "timeout"
     return "lost" if isinstance(error, HostLostError) else "raised"
-
-
-def _measures(session: EpisodeSession, recorder: EpisodeRecorder, reason: str) -> dict[str, float]:
-    """Return what people read of an episode."""
-    counts: Counter[str] = session.counts
-    found = {f"agent/{name}": float(count) for name, count in counts.items() if count}
-    versions = len({span.version for span in recorder.spans})
-    found |= {"agent/turns": float(len(recorder.turns)), "agent/tool_s": session.waited_s}
-    found |= {"agent/versions": float(versions), "agent/failed": float(bool(reason))}
-    return found | ({f"agent/failed_{reason}": 1.0} if reason else {})

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import AgentCall
+from headway.broker.wire.checks import MAX_TOKEN_ID
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
@@ -65,11 +66,12 @@ class EpisodeSession:
         *,
         model: str,
         text_of: Callable[[list[int]], str],
+        vocabulary: int = MAX_TOKEN_ID + 1,
         attempt: str = "",
         end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
-        """`end` takes the outcome of an agent that no worker started, and `attempt` names the attempt that began its
-        episode; None: the agent returns it."""
+        """`vocabulary`: the number of the model's tokens. `end` takes the outcome of an agent that no worker started,
+        and `attempt` names the attempt that began its episode; None: the agent returns it."""
         self.called = asyncio.Event()
         """Set by the first call."""
         self.model = model
@@ -81,6 +83,7 @@ class EpisodeSession:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the episode cannot go on, of the engine's side; never done where it can."""
         self._attempt, self._finish = attempt, end
+        self._vocabulary = vocabulary
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
@@ -123,6 +126,11 @@ class EpisodeSession:
         """Whether the agent has called before, and no call of it runs."""
         return self.called.is_set() and not self._running and not self._is_over
 
+    @property
+    def running_requests(self) -> int:
+        """The calls that are being answered. Any thread may ask."""
+        return sum(map(len, list(self._running.values())))
+
     def end(self) -> None:
         """Refuse all further calls, and cancel those that run. Idempotent."""
         self._is_over = True
@@ -139,6 +147,7 @@ class EpisodeSession:
         self._check_open()
         run = self._sample.request
         call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
+        call.check_tokens(self._vocabulary)
         call = replace(call, role=self._role(call))
         if (known := self._known(call)) is not None:
             self._note_answered(call, known)
@@ -386,7 +395,9 @@ class EpisodeSession:
     def _count(self, call: ChatCall, context: _Context, turn: Recorder) -> None:
         self.counts["turns"] += 1
         self.counts["auxiliary_turns"] += call.role == "auxiliary"
-        self.counts["forks"] += context.is_fork and call.role == "main"
+        if context.is_fork and call.role == "main":
+            self.counts["forks"] += 1
+            self.counts["reread_tokens"] += len(context.read)
         self.counts["read_tokens"] += len(context.read)
         self.counts["sampled_tokens"] += len(turn.tokens)
 

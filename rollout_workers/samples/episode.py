@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from headway.broker.client.submissions import SubmitOutcome
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Lease, Prompt, Segment, Trajectory
+from headway.broker.schema.status import AgentInfo
 from headway.broker.wire.rows import is_of_agent
 from headway.rollout_workers.decoding import Decoding, response_text
 from headway.rollout_workers.engines.base import GenerationRequest
@@ -131,6 +133,11 @@ class Player(Protocol):
         """The samples under way that have a turn behind them and ask nothing of the engine now, as their tools work."""
         ...
 
+    @property
+    def agent(self) -> AgentInfo | msgspec.UnsetType:
+        """The report of the episodes that an agent plays; UNSET: an environment does. Any thread may ask."""
+        ...
+
     def resumes(self, segments: Sequence[Segment]) -> bool:
         """Return whether a sample can go on after what another worker recorded; else it begins anew."""
         ...
@@ -161,6 +168,7 @@ class Episodes:
     most_at_once = 2
     """So that slow rewards cannot pile up samples."""
     outside = 0
+    agent = msgspec.UNSET
 
     def __init__(self, environment: Environment, reward: Reward, decoding: Decoding) -> None:
         self._environment = environment

@@ -24,12 +24,9 @@ import numpy as np
 from headway.broker.client.leases import AppendOutcome, AppendReply
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import Experts, Lease, Segment, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
-from headway.broker.security.sample_validation import LOGPROB_ROUNDING
+from headway.broker.security.sample_validation import CLAMPED_LOGPROB, LOGPROB_ROUNDING
 from headway.rollout_workers.config import WorkersConfig
 from headway.rollout_workers.engines.base import Chunk, FinishReason
-
-CLAMPED_LOGPROB = -9999.0
-"""What engines send in the place of a logprob that they do not have."""
 
 
 class MissingExpertsError(HeadwayError):

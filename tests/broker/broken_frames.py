@@ -30,8 +30,8 @@ from headway.broker.schema import (
     VersionSpan,
     WeightVersion,
 )
-from headway.broker.schema.status import PoolInfo, QueueDepths, RunStatus, ScorerInfo, WorkerInfo
-from headway.broker.schema.step_metrics import LagFigures, StepMetrics
+from headway.broker.schema.status import AgentInfo, PoolInfo, QueueDepths, RunStatus, ScorerInfo, WorkerInfo
+from headway.broker.schema.step_metrics import AgentFigures, LagFigures, StepMetrics
 from headway.broker.schema.weights import BroadcastGroup, DeltaSpec, ModelFiles, Probe, TensorSpec, WeightManifest
 from headway.broker.wire import codec
 
@@ -326,8 +326,11 @@ def _structs() -> dict[type[Any], list[msgspec.Struct]]:
         submitted=2,
         tokens_per_s=1.5,
         swaps=1,
+        agent=AgentInfo(episodes=3, tool_s=0.5, failures={"raised": 2}, refused_calls={"busy": 1}),
     )
     numbers: dict[str, Any] = dict.fromkeys(StepMetrics.__struct_fields__, 1)
+    bare: dict[str, Any] = dict.fromkeys(AgentFigures.__struct_fields__[:9], 1)
+    numbers["agent"] = AgentFigures(**bare, failures={"raised": 1})
     lags = {"lag_histogram": {0: 3, 2: 1}, "token_lag_histogram": {0: 30, 2: 9}, "response_length_histogram": {8: 4}}
     by_lag = {2: LagFigures(trajectories=1, tokens=9, reward_mean=0.5, ess=0.9)}
     by_name = {"algorithm": {"ess": 0.9}, "reward": {"rule": 0.5, "rule/format": 1.0}, "reward_samples": {"rule": 4}}

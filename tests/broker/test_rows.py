@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.broker.errors import FrameError
-from headway.broker.schema import AgentCall, Trajectory, TrajectoryId, Turn, VersionSpan, WeightVersion
+from headway.broker.schema import (
+    AgentCall,
+    SampleLimits,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+)
+from headway.broker.security.sample_validation import validate_sample
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
 from headway.broker.wire.rows import rows_of
 
@@ -105,6 +114,59 @@ def test_a_mask_that_differs_from_the_turns_is_refused(mask: list[int]) -> None:
 def test_an_episode_that_trains_nothing_is_refused() -> None:
     with pytest.raises(FrameError, match="without a turn that may be trained"):
         encode_trajectory(episode([([], [10], AgentCall(-1, 3, role="auxiliary"))]))
+
+
+def changed(name: str, position: int, value: float) -> Trajectory:
+    """Return an episode of a turn, and a turn that goes on after a token that was said, with one entry changed."""
+    made = episode([([], [10, 11], AgentCall(-1, 3)), ([20], [12], AgentCall(0, 5))])
+    array = getattr(made, name).copy()
+    array[position] = value
+    return msgspec.structs.replace(made, **{name: array})
+
+
+def shorter(name: str) -> Trajectory:
+    made = changed(name, 0, 1)
+    return msgspec.structs.replace(made, **{name: getattr(made, name)[:-1]})
+
+
+INVALID = {
+    "invalid_token_id, read": (changed("response_tokens", 2, -1), "token ids outside"),
+    "invalid_token_id, sampled": (changed("response_tokens", 3, -1), "token ids outside"),
+    "invalid_token_id, no such": (changed("response_tokens", 3, 100), "token id 100, the model's vocabulary ends at"),
+    "invalid_token_id, no such read": (changed("response_tokens", 2, 100), "the model's vocabulary ends at 100"),
+    "invalid_logprob": (changed("behavior_logprobs", 3, np.nan), "not finite"),
+    "no_logprobs": (changed("behavior_logprobs", 3, -9999), "engines send where they have none"),
+    "logprob_misalign": (shorter("behavior_logprobs"), "4 response tokens, but 3 logprobs"),
+    "length_mismatch": (shorter("loss_mask"), "a loss mask of 3"),
+    "invalid_loss_mask": (changed("loss_mask", 3, 2), "loss mask"),
+    "trainable_prompt": (changed("loss_mask", 2, 1), "a loss mask that says otherwise"),
+    "masked turn": (changed("loss_mask", 3, 0), "a loss mask that says otherwise"),
+    "masked_has_logprob": (changed("behavior_logprobs", 2, -1), "a token that was not sampled"),
+    "positive_logprob": (changed("behavior_logprobs", 3, 0.5), "none is above 0"),
+    "nothing_trainable": (
+        episode([([], [10], AgentCall(-1, 3, role="auxiliary"))]),
+        "without a turn that may be trained",
+    ),
+    "empty_response": (episode([([], [], AgentCall(-1, 3))]), "0 response tokens"),
+    "empty turn": (episode([([], [10], AgentCall(-1, 3)), ([20], [], AgentCall(0, 4))]), r"a turn \[2, 2\)"),
+    "no_prompt_ids": (episode([([], [10], AgentCall(-1, 0))]), "after no token"),
+}
+"""What OpenEnv calls fatal in a capture, and some more."""
+
+
+def accept(sent: Trajectory) -> None:
+    """Have a worker send it, and a learner accept it, whose model has 100 tokens."""
+    found = decode_trajectory(encode_trajectory(sent))
+    prompt, newest = np.array(PROMPT, np.int32), WeightVersion(1, 0)
+    validate_sample(found, prompt, SampleLimits(vocabulary=100), identity="", newest=newest)
+
+
+@pytest.mark.parametrize("code", INVALID)
+def test_what_cannot_be_trained_is_refused(code: str) -> None:
+    accept(changed("behavior_logprobs", 3, -2))
+    sent, message = INVALID[code]
+    with pytest.raises(FrameError, match=message):
+        accept(sent)
 
 
 @st.composite

@@ -50,6 +50,16 @@ PILLS: dict[str, tuple[Callable[[Trajectory], Trajectory], str]] = {
         lambda one: replace(one, behavior_logprobs=np.array([-1, -1, -1, -1, -1, 80], np.float32)),
         "logprob of 80",
     ),
+    "a logprob that the engine did not have": (
+        lambda one: replace(one, behavior_logprobs=np.array([-1, -1, -9999, -1, -1, -1], np.float32)),
+        "logprob of -9999, which engines send where they have none",
+    ),
+    "nothing to train": (
+        lambda one: replace(
+            one, loss_mask=np.zeros(6, np.uint8), behavior_logprobs=np.zeros(6, np.float32), teacher_logprobs=None
+        ),
+        "without a token that may be trained",
+    ),
     "a logprob of what was said": (
         lambda one: replace(one, loss_mask=np.array([1, 1, 1, 1, 0, 1], np.uint8)),
         "not sampled",
@@ -261,14 +271,14 @@ async def test_nobody_is_blamed_for_what_was_damaged_on_the_server(broker: Broke
     assert sorted(await run.take(0) or ()) == groups(0, 1)
 
 
-@pytest.mark.parametrize("kind", ["vocabulary", "length", "logprob", "version"])
+@pytest.mark.parametrize("kind", ["vocabulary", "length", "logprob", "no logprob", "version"])
 async def test_a_segment_that_cannot_be_gone_on_from_is_discarded(broker: Broker, kind: str) -> None:
     broker.leases.limits = LIMITS
     run = await begin(broker, rules(1))
     (lease,) = (await run.lease(1, 0)).leases
     length = 9 if kind == "length" else 6
     tokens = np.full(length, 151_936 if kind == "vocabulary" else 7, np.int32)
-    logprobs = np.full(length, 80 if kind == "logprob" else -1, np.float32)
+    logprobs = np.full(length, {"logprob": 80, "no logprob": -9999}.get(kind, -1), np.float32)
     version = WeightVersion(1, 0)
     segment = Segment(
         tid=lease.tid,

@@ -8,6 +8,7 @@ import msgspec
 
 from headway.broker.schema import WeightVersion
 from headway.broker.schema.status import (
+    AgentInfo,
     PoolInfo,
     QueueAges,
     QueueDepths,
@@ -16,7 +17,7 @@ from headway.broker.schema.status import (
     ScoringQueue,
     WorkerInfo,
 )
-from headway.broker.schema.step_metrics import LagFigures, StepMetrics
+from headway.broker.schema.step_metrics import AgentFigures, LagFigures, StepMetrics
 from headway.deploy.observe.sinks.base import SinkRun
 from headway.deploy.observe.sinks.jsonl import JsonlSink
 from headway.deploy.run.events import EvaluationEvent, StageEvent, StepEvent
@@ -141,6 +142,42 @@ def worker(name: str, version: WeightVersion | None, *, last_error: str = "") ->
         paused_s=1.5,
         last_error=last_error,
     )
+
+
+AGENT = AgentInfo(
+    episodes=120,
+    running_requests=16,
+    waiting_for_tools=96,
+    finished=1000,
+    finished_turns=3500,
+    turns=4000,
+    tool_s=1000.0,
+    read_tokens=30_000,
+    sampled_tokens=70_000,
+    forks=40,
+    reread_tokens=500,
+    unseen_turns=12,
+    resumed_calls=3,
+    repeated_calls=2,
+    over_budget=5,
+    turn_timeouts=1,
+    failures={"raised": 7, "timeout": 2},
+    refused_calls={"temperature": 4, "busy": 1},
+)
+"""A worker's report of its agents."""
+AGENT_FIGURES = AgentFigures(
+    episodes=256,
+    turns_mean=3.5,
+    turns_max=8,
+    tool_calls_mean=2.5,
+    tool_s_mean=1.25,
+    versions_mean=1.5,
+    fork_fraction=0.02,
+    reread_fraction=0.01,
+    unseen_fraction=0.001,
+    resumed_calls=3,
+    failures={"raised": 2},
+)
 
 
 def run_status(steps: int = 37) -> RunStatus:

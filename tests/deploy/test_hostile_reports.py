@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import fields, replace
 
 from headway.broker.schema import WeightVersion
-from headway.broker.schema.status import Fault, PoolInfo, RunStatus, ScorerInfo
+from headway.broker.schema.status import AgentInfo, Fault, PoolInfo, RunStatus, ScorerInfo
 from headway.broker.wire.codec import decode, encode
 from headway.deploy.observe.live import changes, panel
 from headway.deploy.observe.page.live_page import Watcher
@@ -23,6 +23,7 @@ from .test_printing import is_harmless
 
 WORKER = worker("w", WeightVersion(1, 1))
 POOL = PoolInfo(pool="p", host="h", pid=1, running=1)
+AGENT = AgentInfo(finished=1, failures={"raised": 1})
 SCORER = ScorerInfo(process="s", scorer="q", kind="k", host="h", pid=1, state="ready", device="cpu")
 FAULT = Fault(worker="w", host="h", rule="r", reason="x", at=1.0)
 WHOLE = (-1, -(2**63), 2**63 - 1, 2**64 - 1)
@@ -32,6 +33,7 @@ ODD: dict[Any, tuple[Any, ...]] = {
     str: ("", "\x1b[2J[/][bold]\u202e", "x" * 15_000),
     bool: (True, False),
     WeightVersion | None: (None, *(WeightVersion(a, b) for a in WHOLE for b in WHOLE)),
+    dict[str, int]: ({}, {"\x1b[2J[/][bold]": -1}, {str(number): 2**63 for number in range(100)}),
     dict[str, float]: ({}, {"\x1b[2J": -1.0}, {"a": 9e14, "b": -9e14}),
 }
 
@@ -39,8 +41,11 @@ ODD: dict[Any, tuple[Any, ...]] = {
 def odd(report: Any) -> Iterator[tuple[Any, ...]]:
     """Yield, for each field, the reports with an odd value there, as they would come from the server."""
     for field in fields(report):
-        changed = [replace(report, **{field.name: value}) for value in ODD.get(field.type, ())]
-        yield tuple(said if isinstance(said, Fault) else decode(encode(said), type(report)) for said in changed)
+        values = ODD.get(field.type, ()) if report is not AGENT else ODD[field.type]
+        changed = [replace(report, **{field.name: value}) for value in values]
+        if report is AGENT:
+            changed = [replace(WORKER, agent=said) for said in changed]
+        yield tuple(said if isinstance(said, Fault) else decode(encode(said), type(said)) for said in changed)
 
 
 def read_status(status: RunStatus) -> str:
@@ -57,7 +62,9 @@ def read_status(status: RunStatus) -> str:
     return shown.getvalue()
 
 
-@pytest.mark.parametrize(("where", "report"), [("workers", WORKER), ("pools", POOL), ("scorers", SCORER)])
+@pytest.mark.parametrize(
+    ("where", "report"), [("workers", WORKER), ("workers", AGENT), ("pools", POOL), ("scorers", SCORER)]
+)
 def test_odd_reports_end_no_look(where: str, report: Any) -> None:
     for said in odd(report):
         status = run_status()

@@ -20,7 +20,7 @@ from headway.rollout_workers.config import WorkersConfig
 from tests.broker.topologies import free_port
 from tests.rollout_workers.loop import Deliveries, Learner, make_engine, make_worker, running, until
 
-from .runs import worker
+from .runs import AGENT, worker
 from .sinks.scrapes import figure, scrape
 
 
@@ -66,6 +66,34 @@ def test_the_endpoint_shows_what_the_worker_says_now() -> None:
     assert [state for state in STATES if figure(later, "headway_worker_state", state=state)] == ["paused"]
     assert (figure(later, "headway_worker_leases"), figure(later, "headway_worker_weight_step")) == (0, None)
     assert (figure(found, "process_resident_memory_bytes") or 0) > 0
+
+
+def test_the_endpoint_shows_the_episodes_of_agents_where_there_are_some() -> None:
+    stub = Stub()
+    with closing(MetricsEndpoint(WorkerCollector(stub), host="127.0.0.1", port=0)) as endpoint:
+        without = scrape(endpoint.url)
+        stub.said = replace(stub.said, agent=AGENT)
+        found = scrape(endpoint.url)
+    assert not [name for name, _ in without if "agent" in name]
+    expected = {
+        "episodes": 120,
+        "running_requests": 16,
+        "waiting_episodes": 96,
+        "finished_episodes_total": 1000,
+        "finished_turns_total": 3500,
+        "turns_total": 4000,
+        "tool_seconds_total": 1000.0,
+        "read_tokens_total": 30_000,
+        "sampled_tokens_total": 70_000,
+        "forks_total": 40,
+        "reread_tokens_total": 500,
+        "unseen_turns_total": 12,
+    }
+    assert {name: figure(found, f"headway_worker_agent_{name}") for name in expected} == expected
+    outcomes = {"resumed": 3, "repeated": 2, "over_budget": 5, "turn_timeout": 1}
+    assert {one: figure(found, "headway_worker_agent_calls_total", outcome=one) for one in outcomes} == outcomes
+    for what, counts in (("failed_episodes", AGENT.failures), ("refused_calls", AGENT.refused_calls)):
+        assert {one: figure(found, f"headway_worker_agent_{what}_total", reason=one) for one in counts} == counts
 
 
 def test_workers_of_one_machine_take_one_port_after_the_other() -> None:

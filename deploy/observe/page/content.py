@@ -228,6 +228,8 @@ CURVES: dict[str, Callable[[StepMetrics], float | None]] = {
     "response_tokens_mean": lambda step: step.response_tokens_mean,
     "trained_tokens_per_s": lambda step: trained_per_s([step]),
 }
+AGENT_CURVES = ("turns_mean", "tool_calls_mean", "tool_s_mean", "fork_fraction", "reread_fraction", "unseen_fraction")
+"""Fields of AgentFigures with a curve, which is called `agent/FIELD`."""
 PHASES = ("take_s", "train_s", "publish_s", "checkpoint_s")
 """The parts of a step's seconds, in the order in which the page stacks them; `take_s` is waiting."""
 
@@ -389,6 +391,9 @@ def _curves(steps: Sequence[StepMetrics]) -> dict[str, Curve]:
     drawn = {name: curve([value(step) for step in steps]) for name, value in CURVES.items()}
     drawn["reward_average"] = curve(moving_average([step.reward_mean for step in steps]))
     drawn["trained_tokens_per_s_average"] = curve(trained_per_s_on_average(steps))
+    agents = [step.agent or None for step in steps]
+    if any(agents):
+        drawn |= {f"agent/{name}": curve([getattr(one, name, None) for one in agents]) for name in AGENT_CURVES}
     return drawn
 
 

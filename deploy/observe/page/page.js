@@ -75,8 +75,20 @@ function training(runs) {
     curves("Trained tokens per second", averaged(runs, "trained_tokens_per_s", "trained_tokens_per_s_average"), { marks, from: 0, note: "waiting included" }),
     curves("Tokens per response", each(runs, "response_tokens_mean", "mean"), { marks, from: 0, note }),
     curves("Gradient norm", each(runs, "grad_norm", "norm"), { marks, note }),
+    runs.flatMap((run) => agentsOf(run, named(run, runs))),
     runs.length > 1 ? [] : [phasesOf(runs[0]), histogram(runs[0].lag)]),
     runs.length > 1 ? columns(runs, (run) => [lagMap(run), histogram(run.lag), phasesOf(run)]) : null);
+}
+
+// The episodes that agents played: nothing in a run without an agent.
+function agentsOf(run, prefix) {
+  if (!("agent/turns_mean" in run.curves)) return [];
+  const lines = (names) => Object.entries(names).map(([name, text], colour) => drawn(run, `agent/${name}`, colour, text));
+  const note = "over steps";
+  return [
+    curves(`${prefix}Agents: mean episode`, lines({ turns_mean: "turns", tool_calls_mean: "tool calls", tool_s_mean: "seconds of tools" }), { from: 0, note }),
+    curves(`${prefix}Agents: shares`, lines({ fork_fraction: "turns that fork", reread_fraction: "tokens re-read by forks", unseen_fraction: "turns unseen" }), { from: 0, note }),
+  ];
 }
 
 // A column for each run, however many there are and however long their names.
@@ -286,7 +298,7 @@ const NEWEST_VERSIONS = 10;
 const RATES = [["generated", "tokens/s generated"], ["trained", "tokens/s trained"]];
 
 const CARDS = [
-  workers, (live) => versions(live.versions), ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => responses(status.tallies, content.runs[0]), ({ status }) => pools(status.pools),
+  workers, (live) => versions(live.versions), ({ status }) => agents(status.agents), ({ status }) => queues(status.queues), ({ status }) => lengths(status.tallies), ({ status }) => responses(status.tallies, content.runs[0]), ({ status }) => pools(status.pools),
   ({ status }) => faults(status.faults), ({ status }) => refused(status), lastEvents,
 ];
 
@@ -404,6 +416,16 @@ function lastLook(run) {
     make("p", { class: "quiet" }, `As the learner saw them after step ${figure(look.step + 1)}.${left ? ` ${figure(left)} more are left out.` : ""}`));
   shown.classList.add("wide");
   return [shown, versions(look.versions), lengths(look.tallies), responses(look.tallies, run)].filter((part) => part !== null);
+}
+
+// The episodes that agents play on all workers together; null in a run without an agent.
+function agents(all) {
+  if (!all) return null;
+  const percent = (share) => (share === null ? "-" : `${figure(100 * share)}%`), reasons = (counts) => Object.entries(counts).map(([reason, count]) => [reason, count]);
+  const now = [["open", all.episodes], ["requests running", all.running_requests], ["waiting for tools", all.waiting_for_tools], ["finished", all.finished]];
+  const means = [["turns of a finished episode", all.turns_per_episode], ["seconds of tools a turn", all.tool_s_per_turn], ["turns that fork", percent(all.fork_fraction)], ["tokens re-read by forks", percent(all.reread_fraction)], ["turns unseen", all.unseen_turns], ["calls resumed", all.resumed_calls], ["calls repeated", all.repeated_calls], ["calls over budget", all.over_budget], ["calls over agent.turn_s", all.turn_timeouts]];
+  const two = (title, label, rows) => (rows.length ? table([[title, false], ["number", true]], rows, label) : null);
+  return box("Agents' episodes", ...[two("episodes", "Episodes", now), two("turns and calls", "Turns and calls", means), two("failed", "Failed episodes", reasons(all.failures)), two("refused", "Refused calls", reasons(all.refused_calls))].filter((part) => part !== null));
 }
 
 function pools(all) {

@@ -9,6 +9,8 @@ import msgspec
 from prometheus_client.core import HistogramMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headway.broker.schema.step_metrics import AgentFigures
+from headway.deploy.run.agent_figures import flat_figures
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from headway.deploy.run.figures import generated_per_s
 from headway.learner.experience.length_drift import drift_of
@@ -270,6 +272,9 @@ class RunCollector(Collector):
                 yield metric(name, f"{text}, by the largest lag of a bucket.", values, "lag")
             yield metric("headway_learner_algorithm", "Figures of the loss, by name.", metrics.algorithm, "figure")
             yield metric("headway_learner_reward", "Means of rewards and their measures.", metrics.reward, "figure")
+            if isinstance(metrics.agent, AgentFigures):
+                figures_of_agent = flat_figures(metrics.agent)
+                yield metric("headway_learner_agent", "Figures of agents' episodes.", figures_of_agent, "figure")
             yield metric(
                 "headway_learner_last_step_timestamp_seconds", "When the last step ended.", {"": self._step_at}
             )

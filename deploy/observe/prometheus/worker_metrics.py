@@ -9,7 +9,7 @@ from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headway.broker.client.submissions import SubmitOutcome
-from headway.broker.schema.status import WorkerInfo
+from headway.broker.schema.status import AgentInfo, WorkerInfo
 from headway.rollout_workers.config import WorkersConfig
 
 from .exposition import STATES, Family, MetricsEndpoint, family_metrics, metric
@@ -38,6 +38,33 @@ FIGURES = (
     ),
 )
 
+AGENT = (
+    Family("headway_worker_agent_episodes", "Agents' episodes that are open.", "episodes"),
+    Family("headway_worker_agent_running_requests", "Calls of the model that are being answered.", "running_requests"),
+    Family("headway_worker_agent_waiting_episodes", "Open episodes that wait for their tools.", "waiting_for_tools"),
+    Family("headway_worker_agent_finished_episodes_total", "Episodes played to their end.", "finished"),
+    Family("headway_worker_agent_finished_turns_total", "Turns of finished episodes.", "finished_turns"),
+    Family("headway_worker_agent_turns_total", "Turns sampled, of episodes that have left the worker.", "turns"),
+    Family("headway_worker_agent_tool_seconds_total", "Time in which these episodes asked nothing.", "tool_s"),
+    Family("headway_worker_agent_read_tokens_total", "Tokens that they read after their prompts.", "read_tokens"),
+    Family("headway_worker_agent_sampled_tokens_total", "Tokens that they sampled.", "sampled_tokens"),
+    Family("headway_worker_agent_forks_total", "Turns that do not go on from the tokens of an earlier one.", "forks"),
+    Family("headway_worker_agent_reread_tokens_total", "Tokens that forks read anew.", "reread_tokens"),
+    Family("headway_worker_agent_unseen_turns_total", "Turns that their agent did not get.", "unseen_turns"),
+    Family(
+        "headway_worker_agent_calls_total",
+        "Calls that were answered from the record, for which no turn or token was left, or over agent.turn_s.",
+        label="outcome",
+        by_label={
+            "resumed": "resumed_calls",
+            "repeated": "repeated_calls",
+            "over_budget": "over_budget",
+            "turn_timeout": "turn_timeouts",
+        },
+    ),
+)
+"""Of `WorkerInfo.agent`."""
+
 
 class WorkerCounters(Protocol):
     """The part of a `rollout_workers.worker.Worker` that is read from another thread than its own."""
@@ -65,6 +92,8 @@ class WorkerCollector(Collector):
         yield from family_metrics(FIGURES, self._figures(info))
         states = {state: float(state == info.state) for state in STATES}
         yield metric("headway_worker_state", "1 for the state that the worker is in, 0 for others.", states, "state")
+        if isinstance(info.agent, AgentInfo):
+            yield from agent_metrics(info.agent)
 
     def _figures(self, info: WorkerInfo) -> Mapping[str, float | None]:
         return {
@@ -75,6 +104,16 @@ class WorkerCollector(Collector):
             "weight_incarnation": info.version.incarnation if info.version else None,
             **{outcome.value: count for outcome, count in self._worker.outcomes.items()},
         }
+
+
+def agent_metrics(report: AgentInfo) -> Iterator[Metric]:
+    """Yield the metrics of the episodes that agents play."""
+    yield from family_metrics(AGENT, msgspec.structs.asdict(report))
+    for name, text, counts in (
+        ("headway_worker_agent_failed_episodes_total", "Episodes whose agent failed.", report.failures),
+        ("headway_worker_agent_refused_calls_total", "Requests of agents that got an error.", report.refused_calls),
+    ):
+        yield metric(name, text, dict(counts), "reason")
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headway.broker.schema.step_metrics import StepMetrics
+from headway.broker.schema.step_metrics import AgentFigures, StepMetrics
 from headway.deploy.recipe.recipe import MlflowOptions, TensorBoardOptions, TrackioOptions, WandbOptions
+from headway.deploy.run.agent_figures import flat_figures
 from headway.deploy.run.events import EvaluationEvent, Event, HeartbeatEvent, StageEvent, StepEvent
 from headway.deploy.run.figures import generated_per_s, trained_per_s, wait_fraction
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 HISTOGRAMS = {"lag_histogram", "token_lag_histogram", "response_length_histogram"}
-NO_CURVES = {"incarnation", "step", "total_steps", *HISTOGRAMS, "by_lag", "algorithm", "reward", "reward_samples"}
+PARTS = {"by_lag", "algorithm", "reward", "reward_samples", "agent"}
+NO_CURVES = {"incarnation", "step", "total_steps", *HISTOGRAMS, *PARTS}
 """Fields of StepMetrics without a curve: they name the step, or consist of parts."""
 
 
@@ -73,6 +75,9 @@ def _of_step(metrics: StepMetrics) -> Iterator[tuple[str, float]]:
     for part in ("algorithm", "reward", "reward_samples"):
         for name, value in getattr(metrics, part).items():
             yield f"{part}/{name}", value
+    if isinstance(metrics.agent, AgentFigures):
+        for name, value in flat_figures(metrics.agent).items():
+            yield f"agent/{name}", value
     for lag, figures in metrics.by_lag.items():
         for name, value in msgspec.structs.asdict(figures).items():
             if value is not None:

@@ -30,6 +30,7 @@ from .native import Native, finished, rewarded
 from .openai_chat import OpenAIChat
 from .openai_responses import OpenAIResponses
 from .problems import Problem, ProblemError, problem_of
+from .refused_calls import RefusedCalls
 from .vllm_generate import VllmGenerate
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Endpoint:
         self._bodies = Bodies(settings)
         self.counts: dict[str, int] = Counter()
         """Requests by their outcome, and connections that were refused."""
+        self.refused = RefusedCalls()
         self._server = AgentServer(self._respond, settings, lambda: self._count("connections_refused"))
         self._listener: asyncio.Server | None = None
         self._routes = self._all_routes()
@@ -129,6 +131,7 @@ class Endpoint:
     async def _respond(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request, whatever it is."""
         response, dialect = ClientResponse(request, self._settings.write_s), self._routes["chat/completions"].dialect
+        name = ""
         try:
             lease, path = split_path(request.rel_url.raw_path)
             if path == "sessions" and self._claims is not None:
@@ -146,7 +149,9 @@ class Endpoint:
             self._count("disconnected")
             raise
         except Exception as error:  # noqa: BLE001 - problem_of logs what nobody expects
-            await self._tell(response, dialect, problem_of(error))
+            problem = problem_of(error)
+            self.refused.note(problem, name if self._is_live(name) else "")
+            await self._tell(response, dialect, problem)
         assert response.sent is not None
         return response.sent
 

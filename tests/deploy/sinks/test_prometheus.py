@@ -33,6 +33,7 @@ from headway.deploy.recipe.recipe import PrometheusOptions, SinkConfig
 from headway.deploy.run.events import Event, HeartbeatEvent
 from headway.learner.experience.length_drift import drift_of
 from tests.deploy.runs import (
+    AGENT_FIGURES,
     POOL,
     SCORER,
     SCORING,
@@ -115,6 +116,16 @@ def test_the_endpoint_shows_the_last_step_of_a_stage() -> None:
     assert [figure(found, "headway_stage_figure", figure=name) for name in names] == [0.5, 0.5, 0.25, None]
 
 
+def test_the_endpoint_shows_the_agents_of_the_last_step() -> None:
+    event = step_event(0)
+    with endpoint(event) as sink:
+        assert not [name for name, _ in scrape(sink.url) if "agent" in name]
+    with endpoint(replace(event, metrics=replace(event.metrics, agent=AGENT_FIGURES))) as sink:
+        found = scrape(sink.url)
+    shown = {name: figure(found, "headway_learner_agent", figure=name) for name in ("turns_mean", "failures/raised")}
+    assert shown == {"turns_mean": 3.5, "failures/raised": 2.0}
+
+
 def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
     shown = {name for family in (*LAST_STEP, *SUMS) for name in (family.by_label or {"": family.field}).values()}
     counted_here = {"steps", "skipped_updates"}
@@ -123,6 +134,7 @@ def test_no_figure_of_a_step_or_of_the_queues_is_left_out() -> None:
         "response_length_histogram",
         "by_lag",
         "algorithm",
+        "agent",
         "reward",
         "reward_samples",
     }

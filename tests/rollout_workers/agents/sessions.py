@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.broker.schema import Lease, Prompt, Segment, TrajectoryId, WeightVersion
 from headway.rollout_workers.agents.calls import ChatCall
-from headway.rollout_workers.agents.conversation import Message, ParsedAnswer, Tool, ToolCall
+from headway.rollout_workers.agents.conversation import ChatFormat, Message, ParsedAnswer, Tool, ToolCall
 from headway.rollout_workers.agents.session import EpisodeSession
 from headway.rollout_workers.agents.tree import EpisodeRecorder
 from headway.rollout_workers.config import AgentConfig
@@ -86,6 +86,8 @@ class Attempt:
         most_tokens: int = 1000,
         max_model_len: int = 2000,
         keep: Callable[[], Awaitable[None]] | None = None,
+        chat_format: ChatFormat | None = None,
+        vocabulary: int = 1000,
     ) -> None:
         self.recorder = EpisodeRecorder(segments, prompt=PROMPT.token_ids)
         self.format = CharacterFormat()
@@ -112,10 +114,11 @@ class Attempt:
         self.session = EpisodeSession(
             sample,
             self.recorder,
-            self.format,
+            chat_format or self.format,
             config or AgentConfig(kind="test"),
             model="m",
             text_of=lambda ids: "".join(map(chr, ids)),
+            vocabulary=vocabulary,
         )
 
     async def _intend(self, calls: Sequence[str]) -> Sequence[str] | None:

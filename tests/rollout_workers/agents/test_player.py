@@ -208,7 +208,7 @@ async def test_a_failed_episode_is_trained_with_nothing_where_the_recipe_says_so
         groups = await learner.take(0)
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         assert trajectory.reward == 0.0
-        assert trajectory.rewards["agent/failed_raised"] == 1.0
+        assert trajectory.rewards["agent/failed/raised"] == 1.0
 
 
 async def measured(player: AgentPlayer, directory: Path) -> Any:

@@ -94,6 +94,16 @@ async def test_agents_may_keep_tokens_themselves() -> None:
     assert rows(attempt) == [("abc", "one$dtwo$"), ("abX", "ok$")]
 
 
+@pytest.mark.parametrize("token", [1000, -1, 1 << 40])
+async def test_tokens_that_the_model_does_not_have_are_refused(token: int) -> None:
+    engine = Engine("one")
+    attempt = Attempt(engine)
+    with pytest.raises(CallRefusedError, match=f"token id {token} is none of the model's 1000"):
+        await attempt.session.chat(ChatCall(prompt_token_ids=[1, token, 2]))
+    assert (engine.asked, attempt.intended, attempt.session.failure.done()) == ([], [], False)
+    await attempt.session.chat(ChatCall(prompt_token_ids=[999]))
+
+
 async def test_tool_calls_have_ids_that_a_repeated_turn_has_too() -> None:
     first = Attempt(Engine("!add 1 2"))
     call = ChatCall(messages=[{"role": "user", "content": "1+2"}], tools=[TOOL])
