@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from headway.broker.installation import is_installed
+
 from .audit import MUST_BE_ZERO
 from .outcome import Outcome
 from .protections import PROTECTIONS
@@ -59,6 +61,8 @@ def _one(options: argparse.Namespace, name: str) -> Outcome:
                 minutes=options.minutes,
                 groups_per_minute=options.groups_per_minute,
                 rarely=options.rarely,
+                agents=options.agents,
+                sandbox="monty" if options.agents and is_installed("pydantic_monty") else "",
                 directory=Path(directory),
                 against=name,
                 is_out=is_out,
@@ -78,6 +82,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults strike")
+    parser.add_argument("--agents", default="", choices=["", "hosted", "outside"], help="who plays episodes of turns")
     parser.add_argument("--groups-per-minute", type=int, default=GROUPS_PER_MINUTE, help="fewer: a slower learner")
     parser.add_argument("--rarely", type=float, default=1.0, help="faults are so many times rarer")
     parser.add_argument("--without", default="", choices=["", *PROTECTIONS, "all"], help="take a protection out")

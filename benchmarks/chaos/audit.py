@@ -14,6 +14,7 @@ import msgspec
 from headway.broker.schema import VersionSpan, WeightVersion
 from headway.learner.data.prompts.cursor import group_at
 
+from .episodes import EpisodeTurn
 from .tasks import OF_ANOTHER_RUN
 from .trial import GROUP_SIZE, MAX_LAG
 
@@ -31,6 +32,8 @@ class Trained(msgspec.Struct, frozen=True, array_like=True):
     """The identity of the run that leased it."""
     is_pill: bool = False
     """Whether a hostile worker sent it, or a segment before its end."""
+    turns: tuple[EpisodeTurn, ...] = ()
+    """The trained turns, where an agent has played it."""
 
 
 class StepRecord(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from headway.broker import Broker
 from .learner import run_learner
 from .network import Link, flood, listening_ports
 from .pills import Hostile
-from .process import Role, begin, send
+from .process import Role, begin, descendants, send
 from .server import Disk, FragileServer, no_file_grows
 from .trial import LEASE_TTL_S, RUN, Trial
 from .witness import Witness, fate_of
@@ -24,6 +24,8 @@ from .worker import Tally, run_worker
 
 Act = Callable[[random.Random], Awaitable[None]]
 
+HOST, SANDBOX = "headway.broker.user_code.host", "monty"
+"""Words in the commands of these processes."""
 BLOBS = ("payload", "payload", "segment", "prompt")
 """The kinds of blobs that are damaged, by the names of their keys."""
 SLOW_DISK_S = 3.0
@@ -104,6 +106,7 @@ class Scene:
     learner: Role
     workers: list[Role]
     scorers: list[Role]
+    agents: list[Role]
     links: dict[str, Link]
     server: FragileServer
     learners_disk: Disk
@@ -159,6 +162,9 @@ class Faults:
             "wake leftover": self._scene.leftovers.wake,
             "flood": self._flood,
             "fill disk": self._fill_disk,
+            "kill host": self._kill_host,
+            "kill sandbox": self._kill_sandbox,
+            "kill agents": self._kill_agents,
         }
         async with asyncio.TaskGroup() as tasks:
             for name, mean_s in self._mean_s.items():
@@ -167,6 +173,7 @@ class Faults:
     def unmet(self) -> list[str]:
         """Return the roles of which no kill, and the other faults of which no strike, has hit anything so far."""
         roles = {"worker", "learner", "server", *(["scorer"] if self._scene.scorers else [])}
+        roles |= {name for name in ("host", "sandbox", "agents") if f"kill {name}" in self._mean_s}
         kills = [role for role in sorted(roles) if f"kill {role}" in self._mean_s and not self.effective[role]]
         others = {
             "power loss": "power_losses",
@@ -219,6 +226,27 @@ class Faults:
     async def _kill_scorer(self, rng: random.Random) -> None:
         if self._scene.scorers:
             await self._kill("scorer", rng.choice(self._scene.scorers))
+
+    async def _kill_agents(self, rng: random.Random) -> None:
+        if self._scene.agents:
+            role = rng.choice(self._scene.agents)
+            self._note_kill("agents", role.pid is not None)
+            role.kill()
+
+    async def _kill_host(self, rng: random.Random) -> None:
+        """Kill a process in which a worker runs agents."""
+        self._kill_one("host", rng, lambda command: HOST in command)
+
+    async def _kill_sandbox(self, rng: random.Random) -> None:
+        """Kill a process in which the agents' tool runs."""
+        self._kill_one("sandbox", rng, lambda command: SANDBOX in command)
+
+    def _kill_one(self, what: str, rng: random.Random, is_meant: Callable[[str], bool]) -> None:
+        roles = [*self._workers, *self._scene.agents]
+        found = [pid for role in roles if role.pid for pid in descendants(role.pid, is_meant)]
+        self._note_kill(what, bool(found))
+        if found:
+            send(rng.choice(found), signal.SIGKILL)
 
     async def _kill_learner(self, rng: random.Random) -> None:
         async with self._learner_lock:

@@ -31,6 +31,7 @@ from headway.learner.config import ModelConfig, OptimizerConfig
 from headway.learner.stages import starting_point
 from headway.learner.stages.loop import TrainedStep
 
+from . import episodes
 from .audit import Beginning, StepRecord, Trail, Trained
 from .pills import is_pill
 from .process import enter
@@ -60,6 +61,8 @@ class TinyBackend:
     """The seconds of each step."""
     weights_name: ClassVar[str]
     """The name of the weights of this process's run."""
+    is_of_agents: ClassVar[bool] = False
+    """Whether agents play this run's samples."""
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, **settings: object) -> None:
         self._weights = torch.linspace(-1.0, 1.0, SIZE)
@@ -136,7 +139,7 @@ def run_learner(trial: Trial, url: str, incarnation: c_int64) -> None:
     enter(trial.directory, "learner")
     take_out(trial.without)
     TinyBackend.trails, TinyBackend.weights_name = trial.trails, trial.weights_name
-    TinyBackend.step_s = trial.step_s
+    TinyBackend.step_s, TinyBackend.is_of_agents = trial.step_s, bool(trial.agents)
 
     def claim_run(*arguments: Any, **named: Any) -> starting_point.RunClaim:
         claimed = starting_point.claim_run(*arguments, **named)
@@ -176,6 +179,10 @@ class TrailObserver(RunObserver):
 
 def _trained(group: Group, trajectory: Trajectory, rows: Sequence[PackableSequence]) -> Trained:
     over = sum(int(((row.lags > MAX_LAG) & (row.loss_mask != 0)).sum()) for row in rows)
-    wrong = what_is_wrong(group.prompt, trajectory)
-    pill = is_pill(trajectory)
-    return Trained(str(trajectory.tid), trajectory.spans, over, wrong, trajectory.identity, pill)
+    is_pilled, turns = is_pill(trajectory), tuple[episodes.EpisodeTurn, ...]()
+    if TinyBackend.is_of_agents:
+        wrong = episodes.what_is_wrong_in(group.prompt, trajectory)
+        turns = episodes.trained_turns(trajectory)
+    else:
+        wrong = what_is_wrong(group.prompt, trajectory)
+    return Trained(str(trajectory.tid), trajectory.spans, over, wrong, trajectory.identity, is_pilled, turns)

@@ -5,16 +5,53 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
+from .journal import TurnAudit
+from .worker import Tally
+
 LONG_MINUTES = 3.0
 """In a trial of so many minutes each fault that `missing` looks for strikes seven times or more, on average."""
 ROLES = ("worker", "learner", "server", "scorer")
+
+
+class EpisodeFigures(TurnAudit, frozen=True, kw_only=True):
+    """The audit of agents' turns, and what going on at a turn has saved."""
+
+    episodes_resumed: int
+    """The number of times that an episode went on after a lost worker or host process."""
+    turns_resumed: int
+    tokens_saved: int
+    tokens_saved_share: float
+    """Of all tokens that would have been sampled if each of these had begun anew."""
+    tool_calls_saved: int
+    """Calls of the turns resumed that no agent made again."""
+    tool_calls_saved_share: float
+
+    @classmethod
+    def of(cls, found: TurnAudit, tallies: Sequence[Tally]) -> Self:
+        """Return the figures of a trial."""
+        names = ("episodes_resumed", "turns_resumed", "tool_calls_resumed", "resumed", "generated")
+        total = {name: sum(getattr(tally, name) for tally in tallies) for name in names}
+        calls = max(0, total["tool_calls_resumed"] - found.tool_calls_repeated)
+        return cls(
+            **msgspec.structs.asdict(found),
+            episodes_resumed=total["episodes_resumed"],
+            turns_resumed=total["turns_resumed"],
+            tokens_saved=total["resumed"],
+            tokens_saved_share=_share(total["resumed"], total["generated"]),
+            tool_calls_saved=calls,
+            tool_calls_saved_share=_share(calls, found.tool_calls),
+        )
+
+
+def _share(saved: int, made: int) -> float:
+    return round(saved / max(1, saved + made), 4)
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +59,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     minutes: float
+    agents: str
+    """Who played multi-turn episodes: hosted agents, or those from outside."""
     rarely: float
     """The factor by which faults were rarer than usual."""
     without: str
@@ -102,6 +141,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens_resumed: int
     tokens_regenerated: int
     """Tokens that were generated and not trained."""
+    episodes: EpisodeFigures | None
+    """Where agents played."""
     dead_letters: int
     dropped_by_rule: int
     shows: tuple[str, ...]
@@ -118,12 +159,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def is_clean(self) -> bool:
         return self.finished and not self.shows
 
+    @property
+    def _killed(self) -> tuple[str, ...]:
+        return ROLES
+
     def with_missing(self) -> Self:
         """Return this outcome with the expected effects that are missing: of these it proves nothing."""
         if self.against or self.minutes / self.rarely < LONG_MINUTES:
             return self
         effects = {
-            **{f"effective kills: {role}": self.effective_kills.get(role, 0) for role in ROLES},
+            **{f"effective kills: {role}": self.effective_kills.get(role, 0) for role in self._killed},
             "expired leases": self.expired_leases,
             "forgotten renewals": self.forgotten_renewals,
             "repeated submissions": self.repeated_submissions,

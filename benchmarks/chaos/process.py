@@ -15,6 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RESTART_S = 0.2
 BEGIN_ANEW = 3
 """The exit code of a process that wants to be started again."""
@@ -134,6 +136,20 @@ def begin(name: str, target: Callable[..., None], arguments: tuple[Any, ...]) ->
     process = _FORKS.Process(target=target, args=arguments, name=name, daemon=True)
     process.start()
     return process
+
+
+def descendants(pid: int, is_meant: Callable[[str], bool]) -> list[int]:
+    """Return the processes below one whose command is meant."""
+    with suppress(psutil.Error):
+        below = psutil.Process(pid).children(recursive=True)
+        return [one.pid for one in below if is_meant(_command(one))]
+    return []
+
+
+def _command(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def send(pid: int, number: signal.Signals) -> None:

@@ -45,6 +45,24 @@ MEAN_S = {
 }
 """The mean seconds between two faults of a kind, exponentially distributed."""
 
+AGENTS_MEAN_S = {
+    "kill worker": 5.0,
+    "kill learner": 15.0,
+    "kill server": 30.0,
+    "power loss": 25.0,
+    "stop worker": 16.0,
+    "stop learner": 40.0,
+    "revive learner": 30.0,
+    "stop server": 40.0,
+    "cut link": 10.0,
+    "flood": 25.0,
+    "fill disk": 25.0,
+    "kill host": 5.0,
+    "kill sandbox": 4.0,
+    "kill agents": 6.0,
+}
+"""The same in a trial with agents."""
+
 
 @dataclass(frozen=True)
 class Protection:
@@ -66,9 +84,9 @@ def take_out(name: str) -> None:
         PROTECTIONS[name].take_out()
 
 
-def mean_s_against(name: str) -> Mapping[str, float]:
+def mean_s_against(name: str, agents: str = "") -> Mapping[str, float]:
     """Return the rate of each fault in a trial of this protection; the empty name is the usual mix."""
-    return PROTECTIONS[name].mean_s if name else MEAN_S
+    return PROTECTIONS[name].mean_s if name else AGENTS_MEAN_S if agents else MEAN_S
 
 
 def _owner_fence() -> None:

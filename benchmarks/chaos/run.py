@@ -2,9 +2,10 @@
 
 import asyncio
 import multiprocessing.sharedctypes as shared
+import socket
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from ctypes import c_int64
 from functools import partial
@@ -19,23 +20,25 @@ from headway.deploy.run.run_directory import identity_of
 
 from .audit import MUST_BE_ZERO, Beginning, Lineage, audit
 from .faults import Faults, Leftovers, Scene
+from .journal import MUST_BE_ZERO as TURNS_MUST_BE_ZERO
+from .journal import audit_turns, read_journal
 from .learner import author_of, run_learner
 from .network import Link
-from .outcome import LONG_MINUTES, Outcome, Vitals
+from .outcome import LONG_MINUTES, EpisodeFigures, Outcome, Vitals
 from .pills import Hostile
 from .process import Role, warm_up
 from .protections import PROTECTIONS, mean_s_against
 from .server import Disk, FragileServer
-from .trial import GROUP_SIZE, SCORERS, WORKERS, Trial
+from .trial import AGENT_PROCESSES, GROUP_SIZE, SCORERS, WORKERS, Trial
 from .witness import Witness
-from .worker import Tally, run_scorer, run_worker
+from .worker import Tally, run_agents, run_scorer, run_worker
 
 LEARNER = "learner"
 BEGINS_WITHIN_S = 60.0
 MORE_AT_MOST = 2.0
 """Faults strike for up to so many times the trial's minutes more."""
 LOOK_S = 1.0
-OF_TRIAL = ("seed", "minutes", "rarely", "without", "against", "broadcasts")
+OF_TRIAL = ("seed", "minutes", "agents", "rarely", "without", "against", "broadcasts")
 STRIKES = (
     *("cuts", "power_losses", "revived_learners", "unfenced_learners", "unreplaced_learners", "floods"),
     *("full_disks", "full_memory", "damaged"),
@@ -66,12 +69,15 @@ class _Stage:
         self._workers = [f"worker-{number}" for number in range(WORKERS)]
         self._scorers = [f"scorer-{number}" for number in range(SCORERS if trial.has_scorers else 0)]
         self._links = {name: Link(self._server.port) for name in (LEARNER, *self._workers, *self._scorers)}
-        self._roles = {name: Role(name, partial(self._command, name)) for name in self._links}
+        self._ports = {name: _free_port() for name in self._workers if trial.agents == "outside"}
+        """Those of gateways, which a new process takes over."""
+        self._agents = [f"agents-{number}" for number in range(AGENT_PROCESSES if self._ports else 0)]
+        self._roles = {name: Role(name, partial(self._command, name)) for name in (*self._links, *self._agents)}
 
     async def play(self) -> Outcome:
         """Run faults, then calm, then the audit."""
         began = time.monotonic()
-        mean_s = {name: self._trial.rarely * s for name, s in mean_s_against(self._trial.against).items()}
+        mean_s = {name: self._trial.rarely * s for name, s in self._mean_s().items()}
         async with self._servers_and_disks(), self._leftovers("wake leftover" in mean_s) as leftovers:
             async with self._everything_runs(leftovers) as scene:
                 faults = Faults(self._trial.seed, mean_s, scene)
@@ -84,6 +90,12 @@ class _Stage:
                 finished = await self._finishes()
                 status = await scene.witness.status()
             return self._outcome(faults, scene, status, finished, time.monotonic() - began)
+
+    def _mean_s(self) -> Mapping[str, float]:
+        trial = self._trial
+        there_are = {"sandbox": trial.sandbox, "host": trial.agents == "hosted", "agents": trial.agents == "outside"}
+        rates = mean_s_against(trial.against, trial.agents)
+        return {name: s for name, s in rates.items() if there_are.get(name.removeprefix("kill "), True)}
 
     async def _strikes_long_enough(self, faults: Faults) -> None:
         """Wait for the trial's minutes, and for up to twice as many more while a fault has not hit anything: on a busy
@@ -136,6 +148,7 @@ class _Stage:
                     learner=self._roles[LEARNER],
                     workers=[self._roles[name] for name in self._workers],
                     scorers=[self._roles[name] for name in self._scorers],
+                    agents=[self._roles[name] for name in self._agents],
                     links=self._links,
                     server=self._server,
                     learners_disk=self._disk,
@@ -155,9 +168,12 @@ class _Stage:
         scorers = [self._roles[name].pid for name in self._scorers]
         found = {"learner": [self._roles[LEARNER].pid], "server": [self._server.pid], "worker": workers}
         found |= {"scorer": scorers} if scorers else {}
+        found |= {"agents": [self._roles[name].pid for name in self._agents]} if self._agents else {}
         return {role: [pid for pid in pids if pid is not None] for role, pids in found.items()}
 
     def _command(self, name: str, process: str) -> tuple[Any, tuple[Any, ...]]:
+        if name in self._agents:
+            return run_agents, (self._trial, list(self._ports.values()), process)
         url = self._links[name].url
         if name == LEARNER:
             incarnation = self._incarnations[process] = shared.RawValue(c_int64)
@@ -166,7 +182,7 @@ class _Stage:
             return run_scorer, (self._trial, url, name, process)
         tally = shared.RawValue(Tally)
         self._tallies[name].append(tally)
-        return run_worker, (self._trial, url, name, process, tally)
+        return run_worker, (self._trial, url, name, process, tally, self._ports.get(name, 0))
 
     async def _finished_within(self, seconds: float) -> bool:
         try:
@@ -187,7 +203,9 @@ class _Stage:
         self, faults: Faults, scene: Scene, status: RunStatus | None, finished: bool, seconds: float
     ) -> Outcome:
         trails, identity = self._trial.trails, identity_of(self._trial.recipe.run_directory)
-        found = audit(Lineage.of(_last(self._trial), trails), trails, self._trial.groups, identity)
+        lineage = Lineage.of(_last(self._trial), trails)
+        found = audit(lineage, trails, self._trial.groups, identity)
+        turns = audit_turns((one for step in lineage.steps for one in step.trained), read_journal(self._trial.journal))
         tallies = [tally for of_one in self._tallies.values() for tally in of_one]
         generated = sum(tally.generated for tally in tallies)
         queues = status.queues if status else None
@@ -224,7 +242,11 @@ class _Stage:
             tokens_regenerated=generated - found.trained_tokens,
             dead_letters=queues.rejected if queues else 0,
             dropped_by_rule=queues.dropped_stale if queues else 0,
-            shows=tuple(name for name in MUST_BE_ZERO if getattr(found, name)),
+            episodes=EpisodeFigures.of(turns, tallies) if self._trial.agents else None,
+            shows=(
+                *(name for name in MUST_BE_ZERO if getattr(found, name)),
+                *(name for name in TURNS_MUST_BE_ZERO if getattr(turns, name)),
+            ),
             vitals=self._vitals.trend(),
             covered_by=PROTECTIONS[self._trial.without].covered_by if self._trial.without else "",
         ).with_missing()
@@ -238,3 +260,10 @@ def _last(trial: Trial) -> Beginning:
     """Return the place where the next learner would begin."""
     checkpoint = trial.checkpoints.latest()
     return Beginning(author_of(checkpoint.path), checkpoint.state.step) if checkpoint else Beginning()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -14,7 +14,8 @@ from headway.learner.data.prompts.cursor import place_of
 
 from .user_code import text_of
 
-ALPHABET = "0123456789"
+ALPHABET = "0123456789[]?"
+"""Digits, the marks of a tool call, and what stands for a failed one."""
 STOP = len(ALPHABET) + 1
 """The tokenizer's end token, which follows its padding."""
 VOCABULARY = 100_000

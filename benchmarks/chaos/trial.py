@@ -1,13 +1,14 @@
 """The fixed settings of one trial, known to all of its processes."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
 from headway.deploy.recipe.recipe import Recipe
 from headway.learner.checkpoint import CheckpointStore
 
+from .episodes import LONGEST_EPISODE
 from .tasks import ALPHABET, LONGEST, OVERWRITTEN_WEIGHTS, SCORER, WEIGHTS
 from .user_code import PROMPT_TOKENS
 
@@ -25,6 +26,15 @@ SHARE_OF_STEPS = 0.8
 """The share of a slow trial's time that its steps take; the rest is for outages."""
 GROUPS_PER_MINUTE = 240
 """About the number that a disturbed run trains, so that faults hit it to the end."""
+EPISODES_A_SAMPLE = 4
+"""An agent's episode takes about so many times as long as another sample."""
+AGENT_PROCESSES = 2
+"""Processes of agents from outside."""
+EPISODE_S = 12.0
+"""The longest time of an episode; the next one begins anew."""
+SILENT_S = 10.0
+"""The time after which a gateway offers an episode again whose agent does not call."""
+KEY = "the key of the gateway"
 ENDLESS = 100_000
 """A number of groups without an end."""
 MAX_LAG = 3
@@ -41,6 +51,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
     groups_per_minute: int = GROUPS_PER_MINUTE
     """The number of groups to train in a minute; where it is smaller than usual, the learner waits between steps."""
+    agents: Literal["", "hosted", "outside"] = ""
+    """Who plays multi-turn episodes: agents in workers' host processes, or those that ask gateways; empty: nobody."""
+    sandbox: str = ""
+    """The kind of sandbox in which the agents' tool runs; empty: none."""
     rarely: float = 1.0
     """The factor by which faults of the usual mix are rarer."""
     against: str = ""
@@ -60,18 +74,24 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of groups in the data set."""
         if self.is_overwritten:
             return ENDLESS
-        return max(8 * GROUPS_PER_STEP, round(self.minutes * self.groups_per_minute))
+        return max(8 * GROUPS_PER_STEP, round(self.minutes * self.pace))
+
+    @property
+    def pace(self) -> float:
+        """Return the number of groups to train in a minute."""
+        return self.groups_per_minute / (EPISODES_A_SAMPLE if self.agents else 1)
 
     @property
     def step_s(self) -> float:
         """Return the least seconds of the learner's step."""
-        is_slow = self.groups_per_minute < GROUPS_PER_MINUTE
-        return SHARE_OF_STEPS * 60 * GROUPS_PER_STEP / self.groups_per_minute if is_slow else STEP_S
+        is_slow = self.pace < GROUPS_PER_MINUTE
+        return SHARE_OF_STEPS * 60 * GROUPS_PER_STEP / self.pace if is_slow else STEP_S
 
     @property
     def overwritten(self) -> Self:
         """Return the earlier run."""
-        return msgspec.structs.replace(self, directory=self.directory / "overwritten", is_overwritten=True)
+        directory = self.directory / "overwritten"
+        return msgspec.structs.replace(self, directory=directory, is_overwritten=True, agents="")
 
     @property
     def weights_name(self) -> str:
@@ -101,11 +121,17 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_scorers(self) -> bool:
         """Whether a reward model judges the samples, too, and workers evaluate."""
-        return not self.against and not self.is_overwritten
+        return not self.against and not self.is_overwritten and not self.agents
+
+    @property
+    def journal(self) -> Path:
+        """Return the file in which agents note what they do."""
+        return self.directory / "journal"
 
     @property
     def recipe(self) -> Recipe:
         """Return the product's own configuration, with doubles where it takes a user's code."""
+        longest = LONGEST_EPISODE if self.agents else LONGEST
         return msgspec.convert(
             {
                 "run": {"name": RUN, "directory": str(self.directory), "seed": self.seed},
@@ -116,10 +142,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                     "shuffle": False,
                     "epochs": 1,
                 },
-                "rewards": [
-                    {"kind": f"{_USER_CODE}:{self.reward}", "signature": "verl", "deadline_s": 2.0},
-                    *([{"kind": SCORER, "path": "tiny", "deadline_s": 2.0}] if self.has_scorers else []),
-                ],
+                "agent": self._agent,
+                "rewards": self._rewards,
                 "staleness": {"max_lag": MAX_LAG},
                 "learner": {
                     "backend": "benchmarks.chaos.learner:TinyBackend",
@@ -130,11 +154,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                 },
                 "optimizer": {"learning_rate": 0.1},
                 "checkpoint": {"every_steps": 3, "log_bytes": 1 << 30 if self.has_log else 0},
-                "sampling": {"max_new_tokens": LONGEST},
+                "sampling": {"max_new_tokens": longest},
                 "engine": {
                     "kind": "benchmarks.chaos.worker:SlowEngine",
                     "max_concurrent": CAPACITY,
-                    "max_model_len": PROMPT_TOKENS + LONGEST,
+                    "max_model_len": PROMPT_TOKENS + longest,
                 },
                 "workers": {"count": WORKERS, "heartbeat_s": 0.4, "segment_tokens": 8, "segment_s": 1.0},
                 "weights": {"host": "127.0.0.1", "broadcast_timeout_s": 2.0, "poll_s": 0.1},
@@ -148,6 +172,29 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
             },
             Recipe,
         )
+
+    @property
+    def _rewards(self) -> list[dict[str, Any]]:
+        """Agents give their own."""
+        if self.agents:
+            return []
+        own = {"kind": f"{_USER_CODE}:{self.reward}", "signature": "verl", "deadline_s": 2.0}
+        return [own, *([{"kind": SCORER, "path": "tiny", "deadline_s": 2.0}] if self.has_scorers else [])]
+
+    @property
+    def _agent(self) -> dict[str, Any]:
+        if not self.agents:
+            return {}
+        hosted = {
+            "kind": "benchmarks.chaos.agent:Agent",
+            "options": {"journal": str(self.journal), "sandbox": self.sandbox},
+        }
+        return {
+            **(hosted if self.agents == "hosted" else {"kind": "external"}),
+            "format": {"kind": "plain", "options": {"call_begin": "[", "call_end": "]"}},
+            "episode_s": EPISODE_S,
+            "episodes_per_place": 1,
+        }
 
     @property
     def checkpoints(self) -> CheckpointStore:
@@ -167,6 +214,6 @@ _SMALL = {
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "head_dim": 8,
-    "max_position_embeddings": PROMPT_TOKENS + LONGEST,
+    "max_position_embeddings": PROMPT_TOKENS + LONGEST + LONGEST_EPISODE,
 }
 """The configuration of a model that never runs: only its tokenizer does."""

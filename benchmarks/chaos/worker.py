@@ -6,6 +6,7 @@ repeats itself and forgets. The audit can compute the score of the reward model'
 
 import asyncio
 import ctypes
+import os
 import random
 import sys
 import threading
@@ -14,12 +15,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import torch
 
+import headway.rollout_workers.agents.player
 import headway.rollout_workers.scorers.runtimes
 import headway.rollout_workers.worker
 from headway.broker.client import broker as client
@@ -34,37 +37,50 @@ from headway.broker.schema.weights import WeightManifest
 from headway.deploy.roles import scorer as scoring
 from headway.deploy.roles import worker as rollout
 from headway.deploy.roles.config_watch import ConfigChangedError
+from headway.rollout_workers.agents import external
+from headway.rollout_workers.agents.session import EpisodeSession
+from headway.rollout_workers.agents.tree import EpisodeRecorder
 from headway.rollout_workers.config import EngineConfig, ScorersConfig
 from headway.rollout_workers.engines.abilities import EngineAbilities
 from headway.rollout_workers.engines.base import (
     Check,
     Chunk,
+    FinishReason,
     GenerationRequest,
     NamedTensors,
     Parts,
     WeightFingerprints,
 )
+from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.worker import Worker
 from headway.weightsync import receiver
 from headway.weightsync.deliveries import BufferPool, BufferSet
 from headway.weightsync.receiver import GroupMembership
 from headway.weightsync.tensors.fingerprint import fingerprint
 
+from .agent import play_outside
+from .episodes import DIGITS, NONCE, Answer
 from .learner import token_logprobs
 from .process import BEGIN_ANEW, enter
 from .protections import take_out
 from .tasks import LONGEST, SCORER, STOP, VOCABULARY, WEIGHTS, logprobs_of, response_length, response_tokens, scores_of
-from .trial import BROKER_TIMEOUT_S, LEASE_TTL_S, RUN, Trial
+from .trial import BROKER_TIMEOUT_S, KEY, LEASE_TTL_S, RUN, SILENT_S, Trial
 from .user_code import PROMPT_TOKENS
 
 TICK_S = 0.05
 TOKENS_A_TICK = 2
 
 
+_COUNTS = (
+    *("generated", "resumed", "repeated", "forgotten", "received"),
+    *("episodes_resumed", "turns_resumed", "tool_calls_resumed"),
+)
+
+
 class Tally(ctypes.Structure):
     """Counts in memory that outlives the process, so that kill -9 does not lose them."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("generated", "resumed", "repeated", "forgotten", "received"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in _COUNTS)
     generated: int
     """The number of generated tokens."""
     resumed: int
@@ -75,6 +91,12 @@ class Tally(ctypes.Structure):
     """The number of leases that a heartbeat did not renew."""
     received: int
     """Versions that came by broadcast."""
+    episodes_resumed: int
+    """The number of agents' episodes that went on after a lost worker or host process."""
+    turns_resumed: int
+    """The number of turns that these had behind them."""
+    tool_calls_resumed: int
+    """The number of tool calls in these turns."""
 
 
 class SlowEngine:
@@ -83,6 +105,8 @@ class SlowEngine:
     abilities = EngineAbilities(sleeps=False, tells_experts=False)
     tally: ClassVar[Tally] = Tally()
     """The counts of this process."""
+    is_of_agents: ClassVar[bool] = False
+    """Whether agents play this run's samples."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, *, seed: int) -> None:
         self.capacity = config.max_concurrent
@@ -93,6 +117,10 @@ class SlowEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Generate from the end of the request's tokens."""
+        if self.is_of_agents:
+            async for chunk in self._answer(request):
+                yield chunk
+            return
         tid, position = _tid_of(request.request_id), len(request.prompt_tokens) - PROMPT_TOKENS
         length = response_length(tid)
         assert request.stop_token_ids == [STOP], request.stop_token_ids
@@ -110,6 +138,21 @@ class SlowEngine:
                 version=self._version,
                 finish_reason="stop" if position == length else None,
             )
+
+    async def _answer(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        """Answer an agent's call; no request of it is ever interrupted and begun anew."""
+        nonce = [random.randrange(DIGITS) for _ in range(NONCE)]
+        answer = Answer(_tid_of(request.request_id), request.prompt_tokens, nonce)
+        length, position = min(answer.length, request.max_new_tokens), 0
+        while position < length:
+            await asyncio.sleep(TICK_S)
+            assert self._version is not None, "a request before the first weights"
+            tokens = answer.tokens(position, min(position + TOKENS_A_TICK, length), self._version)
+            self.tally.generated += len(tokens)
+            position += len(tokens)
+            ended: FinishReason | None = None if position < length else "stop" if length == answer.length else "length"
+            logprobs = logprobs_of(np.array(tokens, np.int32)).tolist()
+            yield Chunk(token_ids=tokens, logprobs=logprobs, version=self._version, finish_reason=ended)
 
     async def swap_weights(
         self, version: WeightVersion, tensors: NamedTensors, *, keep_cache: bool = False, check: Check | None = None
@@ -149,26 +192,62 @@ REPEATED, FORGOTTEN, HELD_UP = 0.1, 0.04, 0.02
 LONGEST_DELAY_S = 2 * LEASE_TTL_S
 
 
-def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally) -> None:
-    """Run one `process` of the worker of this name, whose log it continues.
+def run_worker(trial: Trial, url: str, name: str, process: str, tally: Tally, port: int = 0) -> None:
+    """Run one `process` of the worker of this name, whose log it continues; with a `port` it is a gateway.
 
     It ends with code 0 when the run is finished, with BEGIN_ANEW where the product would begin anew.
     """
     enter(trial.directory, name)
     take_out(trial.without)
     torch.set_num_threads(1)
-    SlowEngine.tally = tally
+    SlowEngine.tally, SlowEngine.is_of_agents = tally, bool(trial.agents)
     patch.object(client, "Leases", ErraticLeases).start()
     patch.object(client, "StatusVerbs", ErraticStatus).start()
     patch.object(receiver, "GroupMembership", CountingGroup).start()
     if not trial.broadcasts:
         patch.object(headway.rollout_workers.worker, "Worker", PullingWorker).start()
     patch.object(rollout, "open_broker", partial(client.open_broker, timeout_s=BROKER_TIMEOUT_S)).start()
+    own = _as_gateway(port) if port else ()
+    if trial.agents:
+        patch.object(headway.rollout_workers.agents.player, "EpisodeSession", CountingSession).start()
     try:
-        rollout.work(url, RUN, process, ())
+        rollout.work(url, RUN, process, own)
     except (ForeignRunError, ConfigChangedError) as error:
         print(error, flush=True)
         sys.exit(BEGIN_ANEW)
+
+
+def _as_gateway(port: int) -> tuple[str, ...]:
+    """Set this process up as `headway gateway` does, and return the keys of its own."""
+    os.environ[external.KEY] = KEY
+    patch.object(external, "SILENT_S", SILENT_S).start()
+    return "agent.host='127.0.0.1'", f"agent.port={port}"
+
+
+class CountingSession(EpisodeSession):
+    """Counts what need not be sampled again."""
+
+    def __init__(self, sample: PlayedSample, recorder: EpisodeRecorder, *what: Any, **named: Any) -> None:
+        super().__init__(sample, recorder, *what, **named)
+        self._count_resumed(recorder)
+
+    def begin_again(self) -> None:
+        super().begin_again()
+        self._count_resumed(self._recorder)
+
+    @staticmethod
+    def _count_resumed(recorder: EpisodeRecorder) -> None:
+        calls, tally = [turn.call for turn in recorder.turns if turn.call is not None], SlowEngine.tally
+        tally.episodes_resumed += bool(calls)
+        tally.turns_resumed += len(calls)
+        tally.tool_calls_resumed += sum(call.tool_calls for call in calls)
+        tally.resumed += sum(turn.end - turn.start for turn in recorder.turns)
+
+
+def run_agents(trial: Trial, ports: Sequence[int], process: str) -> None:
+    """Run one `process` of agents from outside, for ever."""
+    enter(trial.directory, "agents")
+    asyncio.run(play_outside(str(trial.journal), trial.sandbox, ports, KEY))
 
 
 class PullingWorker(Worker):
