@@ -356,7 +356,9 @@ class EpisodeSession:
         )
         async with self._keeping:
             number = self._recorder.add_turn(context.read, turn, made)
+            self._recorder.drop({number})  # a call that is cancelled meanwhile is not answered
             await self._sample.keep()
+            self._recorder.take_back(number)
         self._note_turn(call, context, turn, number)
         return number
 

@@ -117,6 +117,10 @@ class EpisodeRecorder(Recorder):
         """Train these turns not: the episode of this attempt has not repeated them."""
         self._dropped.update(numbers)
 
+    def take_back(self, number: int) -> None:
+        """Train a turn after all that was dropped."""
+        self._dropped.discard(number)
+
     def newest_main(self) -> int | None:
         """Return the number of the newest turn that is trained; None if there is none."""
         main = [n for n, turn in enumerate(self.turns) if turn.call and turn.call.role == "main"]

@@ -284,6 +284,34 @@ async def test_an_agent_that_is_run_again_repeats_its_turns_without_their_reward
     assert attempt.recorder.earned == 1.0
 
 
+@pytest.mark.parametrize("is_run_again", [True, False])
+async def test_a_turn_whose_call_was_given_up_before_it_was_durable_is_not_trained(is_run_again: bool) -> None:
+    keeping, may_keep = asyncio.Event(), asyncio.Event()
+
+    async def keep() -> None:
+        keeping.set()
+        await may_keep.wait()
+
+    may_keep.set()
+    attempt = Attempt(Engine("one", "two", "three"), keep=keep)
+    call = user("hi")
+    answer = await attempt.session.chat(call)
+    following = ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"}))
+    keeping.clear()
+    may_keep.clear()
+    lost = asyncio.create_task(attempt.session.chat(following))
+    await keeping.wait()
+    if is_run_again:
+        attempt.session.begin_again()
+        may_keep.set()
+        assert (await attempt.session.chat(call)).token_ids == answer.token_ids
+        await attempt.session.chat(following)
+    attempt.session.settle()
+    assert rows(attempt) == [("<u>hi<a>", "one$<u>?<a>three$" if is_run_again else "one$")]
+    with pytest.raises(SessionEndedError):
+        await lost
+
+
 async def test_turns_that_another_attempt_does_not_repeat_are_not_trained() -> None:
     first = Attempt(Engine("one", "two"))
     call = user("hi")
