@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +31,10 @@ from headway.rollout_workers.samples.recorder import Recorder
 from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
 from .conversation import ChatFormat, FormatError, Message, ParsedAnswer, Tool
 from .tree import EpisodeRecorder, RecordedTurn
+
+LONG_TEXT = 8192
+"""Characters of which a tokenizer takes milliseconds to make tokens. A thread costs more than a shorter text."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -437,13 +441,14 @@ class EpisodeSession:
                 continue
             after = max(ended, key=lambda number: (number not in self._unseen, number))
             row = self._recorder.row(after)
-            read = await asyncio.to_thread(self._format.bridge, row, call.messages[place + 1 :], call.tools)
+            new = call.messages[place + 1 :]
+            read = await _beside(new, self._format.bridge, row, new, call.tools)
             if read is not None:
                 self._note_seen(after)
                 return _Context(after, len(row), read, is_fork=place != answers[-1], whole=[*row, *read])
             self.counts["unbridged"] += 1
             break
-        return self._beginning(await asyncio.to_thread(self._format.render, call.messages, call.tools))
+        return self._beginning(await _beside(call.messages, self._format.render, call.messages, call.tools))
 
     def _beginning(self, tokens: list[int]) -> _Context:
         """Return a context of these very tokens, with as many as possible from an earlier row."""
@@ -463,6 +468,13 @@ class EpisodeSession:
             assert call is not None
             goes_on = call.after >= 0 and call.keeps == self._recorder.row_length(call.after)
             number = call.after if goes_on else -1
+
+
+async def _beside(messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
+    """Return what a format makes of messages: in a thread where they are long, as other calls would wait for it."""
+    if sum(len(_text(message)) for message in messages) < LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def _answer(turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents.conversation import FormatError, Message, ParsedAnswer, Tool
 
@@ -33,6 +35,8 @@ _TOOL: Tool = {
 _OTHERWISE = (
     "Give agent.format.kind=renderers, if that knows the model, or another template (model.chat_template=FILE)."
 )
+MOST_TOOLS = 16
+"""The most sets of tools that a format keeps."""
 _ARGUMENTS = '{"xkeyx": "xvaluex"}'
 
 
@@ -70,6 +74,7 @@ class TemplateFormat:
         self._tokenizer, self._markup, self._options = tokenizer, markup, options
         self._template = template or (None if tokenizer.chat_template else markup.template)
         self._has_guarded = False
+        self._newest_tools: dict[tuple[bytes, str], list[Tool]] = {}
         self.writes_tools = self._writes_tools()
         self.writes_reasoning = self._writes_reasoning()
         self.opening_text = self._opening_text()
@@ -118,7 +123,9 @@ class TemplateFormat:
         check_asks(found)
         marks = _marks(found, tools)
         answer: Message = {"role": "assistant", "content": marks.answer}
-        text = self._text([_ASKED, answer, *found], tools, marks).rpartition(marks.answer)[2]
+        # Texts in the place of tools would stand in the system's message, far in front.
+        written = tools if self.writes_tools else ()
+        text = self._text([_ASKED, answer, *found], written, marks).rpartition(marks.answer)[2]
         if not text.startswith(self.end_text):
             raise FormatError(f"The model's chat template does not end an answer with {self.end_text!r} here.")
         return text, marks.cut
@@ -159,7 +166,7 @@ class TemplateFormat:
     def _text(self, messages: list[Message], tools: Sequence[Tool], marks: Marks, *, opens: bool = True) -> str:
         """Return the text of checked messages, with cuts."""
         guarded = [self._guarded(message, marks.cut) for message in messages]
-        written = [self._guarded_tool(tool, marks.cut) for tool in tools]
+        written = self._guarded_tools(tools, marks.cut)
         if not self.writes_tools:
             guarded, written = self._markup.as_text(guarded, written), []
         given, arguments = _with_marked_arguments(guarded, marks.argument)
@@ -208,6 +215,19 @@ class TemplateFormat:
             for named in [call["function"].items()]
         ]
         return message | texts | {"tool_calls": calls}
+
+    def _guarded_tools(self, tools: Sequence[Tool], cut: str) -> list[Tool]:
+        """Return tools with cuts. Those of the newest calls are kept: an agent's calls have the same, again and
+        again."""
+        if not tools:
+            return []
+        key = msgspec.json.encode(tools), cut
+        found = self._newest_tools.get(key)
+        if found is None:
+            found = [self._guarded_tool(tool, cut) for tool in tools]
+            newest = list(self._newest_tools.items())[1 - MOST_TOOLS :]
+            self._newest_tools = dict([*newest, (key, found)])
+        return found
 
     def _guarded_tool(self, part: Any, cut: str) -> Any:
         if isinstance(part, str):
@@ -294,10 +314,10 @@ def _check_written(messages: list[Message], text: str) -> None:
 
 def _marks(messages: Sequence[Message], tools: Sequence[Tool]) -> Marks:
     try:
-        given = json.dumps([messages, list(tools)])
+        given = msgspec.json.encode((messages, tools))
     except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"A conversation and its tools are to be JSON: {error}.") from error
-    free = (chr(one) for one in _PRIVATE if f"\\u{one:04x}" not in given)
+    free = (one for one in map(chr, _PRIVATE) if one.encode() not in given)
     found = [one for one, _ in zip(free, Marks._fields, strict=False)]
     if len(found) < len(Marks._fields):
         raise FormatError("A conversation has all private characters of Unicode.")
