@@ -19,6 +19,7 @@ MEASURES = frozenset(
         "repeated",
         "over_budget",
         "turn_timeouts",
+        "replaced_temperature",
         "tool_s",
         "versions",
         FAILED,

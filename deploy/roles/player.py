@@ -24,4 +24,12 @@ async def open_player(
         return Episodes(await open_environment(recipe.environment, roots), reward, decoding)
     from headway.rollout_workers.agents.player import AgentPlayer
 
-    return await AgentPlayer.open(recipe.agent, reward, decoding, model=model, name=recipe.run.name, roots=roots)
+    return await AgentPlayer.open(
+        recipe.agent,
+        reward,
+        decoding,
+        model=model,
+        name=recipe.run.name,
+        trained_temperature=recipe.sampling.temperature,
+        roots=roots,
+    )

@@ -54,7 +54,9 @@ class AgentPlayer:
         decoding: Decoding,
         *,
         model: str,
+        trained_temperature: float | None = None,
     ) -> None:
+        """`trained_temperature`: that of training, which agents may ask for in evaluations too."""
         self.most_at_once = config.episodes_per_place
         self._config = config
         self._agents = agents
@@ -64,6 +66,7 @@ class AgentPlayer:
         self._format = chat_format
         self._decoding = decoding
         self._model = model
+        self._trained_temperature, self._is_temperature_told = trained_temperature, False
         self._tally, self._is_taken_told = EpisodeTally(), False
         self._dropped = DroppedMeasures(f"agent {config.kind}")
         self._failures = CallFailures(
@@ -82,6 +85,7 @@ class AgentPlayer:
         *,
         model: Path,
         name: str,
+        trained_temperature: float | None = None,
         roots: ImportRoots | None = None,
     ) -> "AgentPlayer":
         """Open the agent, its chat format and the endpoint. `model`: the directory of the model's tokenizer; `name`:
@@ -97,7 +101,8 @@ class AgentPlayer:
         except BaseException:
             await endpoint.close()
             raise
-        return cls(config, agents, endpoint, sessions, reward, chat_format, decoding, model=name)
+        opened = agents, endpoint, sessions, reward, chat_format, decoding
+        return cls(config, *opened, model=name, trained_temperature=trained_temperature)
 
     @property
     def outside(self) -> int:
@@ -130,12 +135,24 @@ class AgentPlayer:
             session.settle()
             del self._sessions.open[name]
             self._tally.note_left(session)
+            self._tell_temperature(session)
             refused = self._endpoint.refused.take(name)
         with trace.scoring():
             scored = await self._scored(sample.prompt, recorder, reward)
         self._tally.note_finished(recorder)
         measures |= measures_of(session, recorder, reason, refused)
         return ScoredTurn(scored.reward, scored.components | measures, ())
+
+    def _tell_temperature(self, session: EpisodeSession) -> None:
+        """Tell once that an evaluation samples otherwise than its agents ask."""
+        if session.counts["replaced_temperature"] and not self._is_temperature_told:
+            self._is_temperature_told = True
+            log.warning(
+                "agent %s asks for temperature %g, that of training, in an evaluation too: evaluation.temperature wins"
+                " there, and agent/replaced_temperature counts such calls",
+                self._config.kind,
+                self._trained_temperature,
+            )
 
     def _opened(self, sample: PlayedSample, recorder: EpisodeRecorder) -> tuple[EpisodeSession, str]:
         """Return a session with its name, which is its secret."""
@@ -153,6 +170,7 @@ class AgentPlayer:
             model=self._model,
             text_of=self._decoding.decode,
             vocabulary=self._decoding.vocabulary,
+            trained_temperature=self._trained_temperature,
             attempt=attempt,
             end=end,
         )

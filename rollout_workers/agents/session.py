@@ -71,10 +71,12 @@ class EpisodeSession:
         model: str,
         text_of: Callable[[list[int]], str],
         vocabulary: int = MAX_TOKEN_ID + 1,
+        trained_temperature: float | None = None,
         attempt: str = "",
         end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
-        """`vocabulary`: the number of the model's tokens. `end` takes the outcome of an agent that no worker started,
+        """`vocabulary`: the number of the model's tokens. Calls may ask for the `trained_temperature` also where an
+        evaluation samples at another one, which they get. `end` takes the outcome of an agent that no worker started,
         and `attempt` names the attempt that began its episode; None: the agent returns it."""
         self.called = asyncio.Event()
         """Set by the first call."""
@@ -87,7 +89,7 @@ class EpisodeSession:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises why the episode cannot go on, of the engine's side; never done where it can."""
         self._attempt, self._finish = attempt, end
-        self._vocabulary = vocabulary
+        self._vocabulary, self._trained_temperature = vocabulary, trained_temperature
         self._sample = sample
         self._recorder = recorder
         self._format = chat_format
@@ -150,6 +152,9 @@ class EpisodeSession:
         """See Session."""
         self._check_open()
         run = self._sample.request
+        if call.temperature is not None and call.temperature == self._trained_temperature != run.temperature:
+            self.counts["replaced_temperature"] += 1  # in an evaluation, of which no program can know
+            call = replace(call, temperature=None)
         call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
         call.check_tokens(self._vocabulary)
         call = replace(call, role=self._role(call))

@@ -24,3 +24,14 @@ async def roam(episode: AgentEpisode, task: AgentTask) -> dict[str, float]:
         raise KeyError("lost")
     await episode.chat([{"role": "user", "content": "8 8"}, one.message, *FIRST], max_tokens=12)
     return {"reward": 1.0, "turns": 100.0, "own": 2.0}
+
+
+async def insist(episode: AgentEpisode, task: AgentTask) -> float:
+    """Ask twice at the temperature that the environment names, as a program does that knows of no evaluation."""
+    async with aiohttp.ClientSession() as client:
+        asked = {"model": "m", "messages": FIRST, "max_tokens": 12, "temperature": float(os.environ["AGENT_ASKS"])}
+        for _ in range(2):
+            async with client.post(f"{episode.base_url}/chat/completions", json=asked) as answer:
+                if answer.status != 200:
+                    raise ValueError(await answer.text())
+    return 1.0

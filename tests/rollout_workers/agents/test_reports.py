@@ -20,10 +20,14 @@ from headway.deploy.run.agent_figures import agent_figures
 from headway.rollout_workers.agents.endpoint.server import Endpoint
 from headway.rollout_workers.agents.hosted import AgentHosts
 from headway.rollout_workers.agents.player import AgentPlayer, OpenSessions
-from headway.rollout_workers.config import AgentConfig, WorkersConfig
+from headway.rollout_workers.config import AgentConfig, SamplingConfig, WorkersConfig
+from headway.rollout_workers.engines.base import GenerationRequest
+from headway.rollout_workers.evaluation import evaluate
+from headway.rollout_workers.rewards.base import UnscoredError
 from headway.rollout_workers.worker import Worker
 from tests.broker.topologies import free_port
 from tests.deploy.sinks.scrapes import figure, scrape
+from tests.rollout_workers.generation import hold
 from tests.rollout_workers.loop import (
     CAPACITY,
     Deliveries,
@@ -32,9 +36,11 @@ from tests.rollout_workers.loop import (
     decoding,
     make_engine,
     make_worker,
+    prompts,
     running,
     until,
 )
+from tests.rollout_workers.models import make_model
 
 from .numbers import NumberFormat
 
@@ -42,11 +48,13 @@ GROUPS = 2
 
 
 @asynccontextmanager
-async def playing(config: AgentConfig) -> AsyncIterator[AgentPlayer]:
+async def playing(config: AgentConfig, **settings: Any) -> AsyncIterator[AgentPlayer]:
     sessions = OpenSessions()
     endpoint = await Endpoint.start(sessions)
     hosts = await AgentHosts.open(config, ImportRoots(("tests",), Path.cwd()))
-    player = AgentPlayer(config, hosts, endpoint, sessions, OneReward(), NumberFormat(), decoding(()), model="m")
+    player = AgentPlayer(
+        config, hosts, endpoint, sessions, OneReward(), NumberFormat(), decoding(()), model="m", **settings
+    )
     try:
         yield player
     finally:
@@ -143,3 +151,49 @@ async def test_without_an_agent_nothing_of_agents_is_reported(brokers: tuple[Bro
     assert not agent_figures([one for group in groups for one in group.trajectories])
     assert "agents" not in found
     assert all("agent" not in one for one in found["workers"])
+
+
+@pytest.mark.parametrize("asked", [1.0, 0.0])
+async def test_an_unchanged_agent_is_evaluated_at_the_temperature_of_evaluations(
+    asked: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AGENT_ASKS", str(asked))
+    requests: list[GenerationRequest] = []
+    engine = make_engine(tmp_path)
+    sampled = engine.generate
+
+    def generate(request: GenerationRequest) -> Any:
+        requests.append(request)
+        return sampled(request)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    await hold(engine, make_model("dense", 0))
+    config = AgentConfig(kind="tests.rollout_workers.agents.reported:insist")
+    try:
+        async with playing(config, trained_temperature=1.0) as player:
+            held_out = SamplingConfig(max_new_tokens=200, temperature=0.0)
+            found = await evaluate(engine, prompts(3), player, decoding(()), held_out, 1.0)
+    finally:
+        await engine.close()
+    assert found.pass_rate == 1.0
+    assert {request.temperature for request in requests} == {0.0}
+    assert found.reward.get("agent/replaced_temperature") == (2.0 if asked else None)
+    told = ["evaluation.temperature wins" in record.message for record in caplog.records]
+    assert sum(told) == bool(asked)
+
+
+async def test_a_temperature_of_neither_training_nor_evaluation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_ASKS", "0.5")
+    engine = make_engine(tmp_path)
+    await hold(engine, make_model("dense", 0))
+    try:
+        async with playing(
+            AgentConfig(kind="tests.rollout_workers.agents.reported:insist"), trained_temperature=1.0
+        ) as player:
+            held_out = SamplingConfig(max_new_tokens=200, temperature=0.0)
+            with pytest.raises(UnscoredError, match=r"'temperature' 0.5 is not supported: the run samples with 0"):
+                await evaluate(engine, prompts(1), player, decoding(()), held_out, 1.0)
+    finally:
+        await engine.close()
