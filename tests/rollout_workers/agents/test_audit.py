@@ -1,13 +1,15 @@
 """A thousand random episodes, checked against the engine's own record by code that shares nothing with the recorder.
 
-Agents branch, ask in parallel, rewrite their history, ask for titles, retry lost calls, run out of tokens, and are
-killed and run again, at times to do something else. Each token that is trained must be one that the engine sampled
-after exactly that context, with that logprob; each turn that the agent saw is trained once, and no other.
+Agents call tools, branch, ask in parallel, rewrite their history, ask for titles, retry lost calls, run out of tokens
+and of time, and are killed and run again, at times to do something else. Each token that is trained must be one that
+the engine sampled after exactly that context, with that logprob; each turn that the agent saw is trained once, and no
+other.
 """
 
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import pytest
 from headway.broker.schema import Segment
 from headway.broker.wire.codec import decode_segment, decode_trajectory, encode_segment, encode_trajectory
 from headway.broker.wire.rows import rows_of
-from headway.rollout_workers.agents.calls import ChatAnswer, ChatCall, SessionEndedError
+from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
+from headway.rollout_workers.agents.conversation import Tool
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
 from headway.rollout_workers.samples.recorder import Recorder
@@ -37,14 +40,21 @@ class RecordingEngine(Engine):
         self.rng = rng
         self.record: list[Sampled] = []
 
+    def answer(self) -> list[int]:
+        """Return what is sampled if nothing cuts it."""
+        return [*tokens("".join(self.rng.choice("abc!") for _ in range(self.rng.randrange(1, 9)))), END]
+
     async def generate(self, request: GenerationRequest, recorder: Recorder) -> None:
         """Record one turn."""
         for _ in range(self.rng.randrange(4)):
             await asyncio.sleep(0)
-        text = "".join(self.rng.choice("abc!") for _ in range(self.rng.randrange(1, 9)))
-        sampled = [*tokens(text), END][: request.max_new_tokens]
+        answer = self.answer()
+        sampled = answer[: request.max_new_tokens]
         logprobs = [-self.rng.random() for _ in sampled]
-        reason: Any = "stop" if sampled[-1] == END else "length"
+        reason: Any = "stop" if len(sampled) == len(answer) else "length"
+        if self.rng.random() < 0.03:  # what was sampled until the call's time was up is lost
+            recorder.add(Chunk(token_ids=sampled, logprobs=logprobs, version=self.version, finish_reason="interrupted"))
+            raise TimeoutError
         self.record.append((tuple(request.prompt_tokens), tuple(sampled), tuple(logprobs)))
         recorder.add(Chunk(token_ids=sampled, logprobs=logprobs, version=self.version, finish_reason=reason))
 
@@ -54,13 +64,17 @@ class KilledError(Exception):
 
 
 class WanderingAgent:
-    """Does the same with the same seed and answers, at every attempt; `seen` are the turns whose answers it has."""
+    """Does the same with the same seed and answers, at every attempt; `seen` are the turns whose answers it has, and
+    `asked` their calls."""
+
+    tools: Sequence[Tool] = ()
 
     def __init__(self, seed: float, attempt: Attempt, calls_left: int) -> None:
         self._rng = random.Random(seed)
         self._session = attempt.session
         self._calls_left = calls_left
         self.seen: list[tuple[str, ChatAnswer]] = []
+        self.asked: dict[str, ChatCall] = {}
 
     async def play(self) -> None:
         """Ask for a few turns, in one way or another."""
@@ -73,7 +87,7 @@ class WanderingAgent:
                     await self._ask([*history, {"role": "user", "content": f"aside {number}"}])
                 case "both":
                     await asyncio.gather(self._ask(history, cap=6), self._ask(history, cap=6))
-                case "rewrite" if len(history) > 2:
+                case "rewrite" if len(history) > 2 and history[2]["role"] == "user":
                     history = [*history[:1], {"role": "assistant", "content": "made up"}, *history[2:]]
                 case "title":
                     system = {"role": "system", "content": "a title, please"}
@@ -85,9 +99,17 @@ class WanderingAgent:
                 case "subagent":
                     await self._ask([{"role": "user", "content": f"look {number}"}])
             answer = await self._ask(history)
+            if answer is None:
+                continue
             if not answer.token_ids:
                 return
-            history = [*history, answer.message, {"role": "user", "content": f"more {number}"}]
+            history = [*history, answer.message, *self._following(answer.message, number)]
+
+    def _following(self, message: dict[str, Any], number: int) -> list[dict[str, Any]]:
+        """Return the results of an answer's tools, or what the user says next."""
+        calls = message.get("tool_calls") or []
+        results = [{"role": "tool", "tool_call_id": one["id"], "content": f"found {number}"} for one in calls]
+        return results or [{"role": "user", "content": f"more {number}"}]
 
     async def _ask(
         self,
@@ -97,28 +119,43 @@ class WanderingAgent:
         prompt: list[int] | None = None,
         cap: int | None = None,
         loses: bool = False,
-    ) -> ChatAnswer:
+    ) -> ChatAnswer | None:
+        """Return an answer; None where the model had no time to give one."""
         if self._calls_left <= 0:
             raise KilledError
         self._calls_left -= 1
-        call = ChatCall(messages=messages, prompt_token_ids=prompt, role=role, max_tokens=cap)
-        answer = await self._session.chat(call)
+        tools = [] if role == "auxiliary" or prompt else list(self.tools)
+        call = ChatCall(messages=messages, tools=tools, prompt_token_ids=prompt, role=role, max_tokens=cap)
+        try:
+            answer = await self._session.chat(call)
+        except CallRefusedError as error:
+            if "turn_s" not in str(error):
+                raise
+            return None
         if loses:
             self._session.note_lost(answer)
             answer = await self._session.chat(call)
         self.seen.append((role, answer))
+        self.asked[answer.id] = call
         return answer
 
 
-async def played(seed: int) -> tuple[Attempt, RecordingEngine, WanderingAgent]:
-    """Play an episode, which is killed up to twice."""
+async def played(
+    seed: int,
+    engine: RecordingEngine | None = None,
+    kind: type[WanderingAgent] = WanderingAgent,
+    *,
+    room: Sequence[int] = (60, MOST_TOKENS, MOST_TOKENS),
+    **session: Any,
+) -> tuple[Attempt, RecordingEngine, WanderingAgent]:
+    """Play an episode, which is killed up to twice. `room`: the tokens that it may have, of which one is drawn."""
     rng = random.Random(seed)
-    engine, segments = RecordingEngine(rng), list[Segment]()
+    engine, segments = engine or RecordingEngine(rng), list[Segment]()
     config = AgentConfig(kind="test", max_turns=rng.choice([3, 64]))
     for kills in (rng.randrange(1, 6), rng.randrange(1, 9), 10_000):
         calls_left = kills if rng.random() < 0.5 else 10_000
-        attempt = Attempt(engine, *segments, config=config, most_tokens=rng.choice([60, MOST_TOKENS, MOST_TOKENS]))
-        agent = WanderingAgent(seed if rng.random() < 0.8 else rng.random(), attempt, calls_left)
+        attempt = Attempt(engine, *segments, config=config, most_tokens=rng.choice(room), **session)
+        agent = kind(seed if rng.random() < 0.8 else rng.random(), attempt, calls_left)
         try:
             await agent.play()
             break
@@ -170,7 +207,9 @@ async def test_random_episodes_are_what_the_engine_sampled(part: int) -> None:
             raise AssertionError(f"episode {seed}: {error}") from error
         counts += attempt.session.counts
     assert trained > EPISODES
-    assert {"forks", "auxiliary_turns", "over_budget", "resumed", "repeated", "unseen_turns"} <= set(counts)
+    assert {"forks", "auxiliary_turns", "over_budget", "resumed", "repeated", "unseen_turns", "turn_timeouts"} <= set(
+        counts
+    )
 
 
 def test_the_segments_of_an_episode_have_its_name() -> None:
