@@ -61,7 +61,7 @@ class AgentCall(msgspec.Struct, frozen=True, array_like=True):
     digest: str = ""
     """Names what was asked, in hexadecimal digits; a repeated call is one of the same digest."""
     attempt: str = ""
-    """Names the attempt that began the episode, of an agent from outside: it knows the episode by this name."""
+    """Names the attempt, of an agent from outside: it knows the episode by this name."""
     conversation: str = ""
     """Names the conversation up to this answer: a later call that repeats it goes on after this turn. "": the agent
     keeps tokens, and no messages."""

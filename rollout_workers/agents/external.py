@@ -6,13 +6,15 @@
 
 A session's name is made of the key, the sample and the attempt that began the episode, which its turns tell. So it
 stays the same where another worker takes the episode over: a client that repeats its call meanwhile goes on there, if
-that worker has the same address and key. The task is offered again only if no call comes for a while.
+that worker has the same address and key. If no call comes for a while, the task is offered again: whoever claims it
+begins anew under another name, with the recorded answers, and the calls of the silent agent are refused from then on.
 """
 
 import asyncio
 import hmac
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
@@ -41,7 +43,8 @@ class ExternalOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Offer(msgspec.Struct, eq=False):
     task: AgentTask
-    name: str
+    claim: Callable[[], str]
+    """Return the name of the session for the agent that claims it."""
     claimed: asyncio.Event
     """Set once an agent plays it."""
 
@@ -80,7 +83,7 @@ class ExternalAgents:
             return None
         offer = self._offers.popleft()
         offer.claimed.set()
-        return {"session": offer.name, "task": msgspec.to_builtins(offer.task)}
+        return {"session": offer.claim(), "task": msgspec.to_builtins(offer.task)}
 
     def finish(self, name: str, reward: float | None, measures: dict[str, float]) -> None:
         """End the episode of a session. A repeated call does nothing."""
@@ -89,20 +92,34 @@ class ExternalAgents:
             ended.set_result((reward, measures))
 
     async def play(
-        self, task: AgentTask, name: str, called: asyncio.Event, *, is_resumed: bool, deadline_s: float
+        self,
+        task: AgentTask,
+        name: str,
+        called: asyncio.Event,
+        *,
+        take_over: Callable[[], str] | None = None,
+        deadline_s: float,
     ) -> tuple[float | None, dict[str, float], list[str]]:
-        """Offer an episode, and return its outcome. `called` is set by the first call of its session; where it is
-        resumed, its agent may still live. Raises CallTimeoutError where an agent that has it does not end it in time.
-        """
+        """Offer an episode, and return its outcome. `called` is set by the first call of its session. `take_over` gives
+        an episode that is resumed, whose agent may still live, to another agent, and returns the session's new name.
+        Raises CallTimeoutError where an agent that has it does not end it in time."""
+        names = [name]
+
+        def claim() -> str:
+            if take_over is not None:
+                self._ended.append(name)  # for the agent that had it
+                names.append(take_over())
+            return names[-1]
+
         ended = self._ends[name] = asyncio.get_running_loop().create_future()
         try:
-            if not is_resumed or not await _set_within(called, SILENT_S):
-                await self._claimed(_Offer(task, name, called))
+            if take_over is None or not await _set_within(called, SILENT_S):
+                await self._claimed(_Offer(task, claim, called))
             async with asyncio.timeout(deadline_s):
                 reward, measures = await ended
-            self._ended.append(name)  # one that is handed back comes back under its name
+            self._ended.append(names[-1])  # one that is handed back comes back under its name
         except TimeoutError:
-            self._ended.append(name)
+            self._ended.append(names[-1])
             raise CallTimeoutError(f"was not ended by its agent within its deadline of {deadline_s:g} s") from None
         finally:
             del self._ends[name]

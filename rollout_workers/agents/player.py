@@ -133,7 +133,7 @@ class AgentPlayer:
                 reward, measures, reason = await self._played(sample, session, name)
         finally:
             session.settle()
-            del self._sessions.open[name]
+            name = self._sessions.forget(session)
             self._tally.note_left(session)
             self._tell_temperature(session)
             refused = self._endpoint.refused.take(name)
@@ -157,10 +157,10 @@ class AgentPlayer:
     def _opened(self, sample: PlayedSample, recorder: EpisodeRecorder) -> tuple[EpisodeSession, str]:
         """Return a session with its name, which is its secret."""
         name, end = secrets.token_urlsafe(24), None
-        attempt = next((turn.call.attempt for turn in recorder.turns if turn.call), "")
+        attempt = next((turn.call.attempt for turn in reversed(recorder.turns) if turn.call), "")
         if isinstance(self._agents, ExternalAgents):
             attempt = attempt or secrets.token_hex(8)
-            name = self._agents.name_of(sample.request.request_id.rpartition(":")[0], attempt)
+            name = self._agents.name_of(_sample_name(sample), attempt)
             end = partial(self._agents.finish, name)
         session = EpisodeSession(
             sample,
@@ -244,9 +244,19 @@ class AgentPlayer:
         task, deadline_s = _task(sample), self._config.episode_s
         if isinstance(self._agents, ExternalAgents):
             is_resumed = isinstance(sample.recorder, EpisodeRecorder) and sample.recorder.resumed > 0
-            return await self._agents.play(task, name, session.called, is_resumed=is_resumed, deadline_s=deadline_s)
+            take_over = partial(self._taken_over, sample, session, self._agents) if is_resumed else None
+            return await self._agents.play(task, name, session.called, take_over=take_over, deadline_s=deadline_s)
         url, again = self._endpoint.url_of(name), session.begin_again
         return await self._agents.play(task, url, name, deadline_s=deadline_s, on_lost=again)
+
+    def _taken_over(self, sample: PlayedSample, session: EpisodeSession, agents: ExternalAgents) -> str:
+        """Let another agent play a session, and return its new name."""
+        attempt = secrets.token_hex(8)
+        name = agents.name_of(_sample_name(sample), attempt)
+        self._endpoint.refused.take(self._sessions.forget(session))
+        self._sessions.open[name] = session
+        session.begin_again(attempt)
+        return name
 
     async def _scored(self, prompt: Prompt, recorder: EpisodeRecorder, reward: float | None) -> ScoredTurn:
         """Return the episode's reward beside its turns': the agent's, or, where it has none, that of the run's reward
@@ -278,6 +288,12 @@ class OpenSessions:
         self.open: dict[str, EpisodeSession] = {}
         self._external = external
 
+    def forget(self, session: EpisodeSession) -> str:
+        """Close a session, and return its name."""
+        name = next(name for name, one in self.open.items() if one is session)
+        del self.open[name]
+        return name
+
     def session(self, name: str) -> Session:
         """See Sessions."""
         if name not in self.open and self._may_come_back(name):
@@ -288,6 +304,11 @@ class OpenSessions:
 
     def _may_come_back(self, name: str) -> bool:
         return self._external is not None and not self._external.has_ended(name)
+
+
+def _sample_name(sample: PlayedSample) -> str:
+    """Return the name of a sample without its attempt."""
+    return sample.request.request_id.rpartition(":")[0]
 
 
 def _task(sample: PlayedSample) -> AgentTask:

@@ -118,7 +118,7 @@ class EpisodeSession:
         self._asked: Counter[str] = Counter()
         """Calls that were sampled, by their digest."""
         self._idle_since = time.monotonic()
-        self._is_over = False
+        self._is_over = self._is_run_again = False
         for number in range(recorder.resumed):
             turn = recorder.turns[number]
             assert turn.call is not None
@@ -210,10 +210,12 @@ class EpisodeSession:
             raise CallRefusedError("this episode ends when its agent returns; return the reward instead")
         self._finish(reward, measures)
 
-    def begin_again(self) -> None:
-        """Note that the agent is run again: it gets all answers from the record that it asks for once more."""
+    def begin_again(self, attempt: str = "") -> None:
+        """Note that the agent is run again: it gets all answers from the record that it asks for once more. `attempt`
+        names this one of another agent from outside."""
         self._cancel()
-        self._running = {}
+        self._running, self._keys = {}, {}
+        self._attempt, self._is_run_again = attempt or self._attempt, True
         self._main_system = self._rewarded = None
         self._recorder.begin_again()
         self._unseen = {number for numbers in self._recorded.values() for number in numbers}
@@ -223,7 +225,7 @@ class EpisodeSession:
         """Note that the agent has ended: turns that it did not see are not trained."""
         self.end()
         unseen = set(self._unseen)
-        if self._finish is not None:  # an agent from outside is not run again, and need not ask for what it has
+        if self._finish is not None and not self._is_run_again:  # an agent that lives need not ask for what it has
             unseen = {number for number in unseen if number >= self._recorder.resumed}
         if unseen:
             self.counts["unseen_turns"] += len(unseen)

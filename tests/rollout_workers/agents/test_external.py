@@ -11,6 +11,7 @@ import pytest
 from headway.broker.client.broker import Broker
 from headway.broker.errors import ConfigError
 from headway.broker.wire.rows import rows_of
+from headway.rollout_workers.agents import external
 from headway.rollout_workers.agents.endpoint.server import Endpoint
 from headway.rollout_workers.agents.external import ExternalAgents
 from headway.rollout_workers.agents.player import AgentPlayer, OpenSessions
@@ -67,12 +68,12 @@ async def claimed(client: aiohttp.ClientSession, player: AgentPlayer) -> Any:
     return await posted(client, f"http://127.0.0.1:{player._endpoint.port}/sessions", {})
 
 
-async def turn(client: aiohttp.ClientSession, task: Any, *messages: str) -> Any:
-    """Ask the model on; every second message is its own."""
+async def turn(client: aiohttp.ClientSession, task: Any, *messages: str, status: bool = False) -> Any:
+    """Ask the model on; every second message is its own. Return its answer, or the status of a refusal."""
     roles = ("user", "assistant")
     body = {"messages": [{"role": roles[at % 2], "content": text} for at, text in enumerate(messages)]}
     answer = await posted(client, f"{task['base_url']}/chat/completions", body)
-    return answer["choices"][0]["message"]["content"]
+    return answer if status else answer["choices"][0]["message"]["content"]
 
 
 async def play(client: aiohttp.ClientSession, player: AgentPlayer) -> None:
@@ -142,6 +143,44 @@ async def test_an_agent_goes_on_at_the_gateway_that_takes_its_episode_over(
         assert len({span.version for span in trajectory.spans}) == 2
         texts.add(" ".join(map(str, trajectory.response_tokens[trajectory.turns[0].start : trajectory.turns[0].end])))
     assert texts == set(answers)
+
+
+async def test_another_agent_takes_an_episode_over_whose_agent_is_silent(
+    three_brokers: tuple[Broker, Broker, Broker],
+    client: aiohttp.ClientSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(external, "SILENT_S", 0.1)
+    learner = await Learner.start(three_brokers[0], groups=2)
+    first, second = Deliveries(), Deliveries()
+    await learner.publish(0, first)
+    player = await gateway()
+    options: dict[str, Any] = {"max_new_tokens": LONG, "lease_ttl_s": 1.0}
+    begun = make_worker(three_brokers[1], make_engine(tmp_path / "1"), first, player=player, **options)
+    async with running(begun):
+        tasks = [await claimed(client, player) for _ in range(CAPACITY)]
+        answers = [await turn(client, one, "5 6") for one in tasks]
+        for one, answer in zip(tasks, answers, strict=True):
+            await turn(client, one, "5 6", answer, "7")
+    await learner.publish(1, second)
+    heirs = await gateway(player._endpoint.port)
+    heir = make_worker(three_brokers[2], make_engine(tmp_path / "2"), second, name="worker-2", player=heirs, **options)
+    async with running(heir):
+        others = [await claimed(client, heirs) for _ in range(CAPACITY)]
+        assert {one["session"] for one in others}.isdisjoint(one["session"] for one in tasks)
+        for one, answer in zip(tasks, answers, strict=True):
+            assert await turn(client, one, "5 6", answer, "8", status=True) == 410
+        for one in others:
+            answer = await turn(client, one, "5 6")
+            assert answer in answers, "the recorded answer"
+            await turn(client, one, "5 6", answer, "9")
+            await posted(client, f"{one['base_url']}/finish", {"reward": 1.0})
+        groups = await learner.take(1)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        check(learner, trajectory)
+        roles = [one.call.role for one in trajectory.turns if one.call is not None]
+        assert roles == ["main", "auxiliary", "main"], "the answer that only the silent agent had is not trained"
 
 
 async def test_tasks_are_for_those_who_have_the_key(client: aiohttp.ClientSession) -> None:
