@@ -12,8 +12,8 @@ of a step, loss and optimizer. `of_headway.py`, `of_trl.py`, `of_trl_async.py` a
 What the others need that Headway does not, in the interpreter that `--python` names:
 
 - trl-1-thread and its like: TRL 1.16; on a GPU its vLLM.
-- trl-async: two GPUs, TRL 1.16, aiohttp, requests, and a vLLM of 0.22 to 0.31, whose server it starts itself. TRL takes
-  its attention from a hub; torch's variable-length kernel stands in for it.
+- trl-async: one GPU or two, TRL 1.16, aiohttp, requests, and a vLLM of 0.22 to 0.31, whose server it starts itself. TRL
+  takes its attention from a hub; torch's variable-length kernel stands in for it.
 - verl-sync-packed (one GPU or two): verl 0.9.1, Ray 2.55, vLLM 0.18 or newer, hydra-core 1.3, omegaconf 2.3,
   antlr4-python3-runtime 4.9.3, TransferQueue 0.1.11, tensordict 0.10, torchdata, codetiming, pylatexenc, peft,
   accelerate, datasets, pandas, orjson. verl needs another omegaconf and antlr4 than Headway, so put its packages into a

@@ -1,5 +1,6 @@
 """python -m benchmarks.peers --output DIR [--python .venv/peers/bin/python] [--rounds 1]
-       [--of headway,trl-1-thread,...] [--task short|long-tailed] [--gpus 0|1|2] [--go-on] [--unjudged] [key=value ...]
+       [--of headway,trl-1-thread,...] [--task short|long-tailed|agent] [--gpus 0|1|2] [--go-on] [--unjudged]
+       [key=value ...]
 
 Headway and its peers train the task's model, from the same warmed-up weights. `key=value` are overrides of the task's
 recipe for all. In every round each contestant runs once, in turn, and its median run counts; of a peer with several

@@ -26,7 +26,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the command's start to the end of the step."""
     samples: int
     tokens: int
-    """Response tokens of these samples."""
+    """Response tokens of these samples, of episodes those that were sampled."""
     reward: float
     """Their mean reward."""
     learner_idle_s: float

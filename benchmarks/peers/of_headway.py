@@ -52,7 +52,7 @@ def read_figures(directory: Path, began: float) -> Figures:
         Step(
             end_s=loop_s + step.time_s,
             samples=step.trajectories,
-            tokens=round(step.trajectories * step.response_tokens_mean),
+            tokens=step.trained_tokens,
             reward=step.reward_mean,
             learner_idle_s=step.take_s,
         )

@@ -21,7 +21,7 @@ def test_first_steps_do_not_count_towards_speeds() -> None:
 def test_headways_files_become_figures(tmp_path: Path) -> None:
     record = open_record(tmp_path)
     for step in range(3):
-        values = {"trajectories": 8, "response_tokens_mean": 5.0, "reward_mean": 0.5, "take_s": 0.5, "lag_mean": 1.0}
+        values = {"trajectories": 8, "trained_tokens": 40, "reward_mean": 0.5, "take_s": 0.5, "lag_mean": 1.0}
         metrics = bare_metrics(incarnation=1, step=step, time_s=2.0 * (step + 1), step_s=2.0, **values)
         record.write(StepEvent(metrics=metrics, tids=()))
     os.utime(tmp_path / "metrics.jsonl", (1000.0, 1000.0))
