@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headway.rollout_workers.agents.conversation import Message, ParsedAnswer, Tool
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask
+from headway.rollout_workers.agents.episode import AgentCallError, AgentEpisode, AgentTask
 
 USER, ASSISTANT = 62, 63
 STOPS = tuple(range(0, 56, 8))
@@ -56,6 +56,17 @@ async def explore(episode: AgentEpisode, task: AgentTask) -> float:
     await episode.chat([{"role": "system", "content": "3"}, {"role": "user", "content": "4"}], max_tokens=12)
     await episode.chat([*first, one.message, {"role": "user", "content": "11"}], max_tokens=12)
     return 1.0
+
+
+async def stray(episode: AgentEpisode, task: AgentTask) -> float:
+    """Ask by a token that the model does not have, and then by one that it has; the reward is what was refused."""
+    refused = 0
+    for token in (64, 9):
+        try:
+            await episode.generate([9, token], max_tokens=12)
+        except AgentCallError as error:
+            refused += "token id 64 is none of the model's 64" in str(error)
+    return float(refused)
 
 
 async def fail(episode: AgentEpisode, task: AgentTask) -> float:

@@ -66,9 +66,16 @@ class TalkingEngine(RecordingEngine):
 
 
 class ToolAgent(WanderingAgent):
-    """Has a tool."""
+    """Has a tool. At times it asks for nothing but a title."""
 
     tools = (LOOKUP,)
+
+    async def play(self) -> None:
+        """See WanderingAgent."""
+        if self._rng.random() < 0.03:
+            await self._ask([{"role": "user", "content": "a title"}], role="auxiliary")
+        else:
+            await super().play()
 
 
 class ProperEngine(TalkingEngine):
@@ -121,6 +128,8 @@ async def make(
             agents.append(played_by)
         else:
             assert not trained(played_by), "what the agent saw is lost"
+            with pytest.raises(AssertionError):
+                attempt.recorder.to_trajectory(LEASE, {}, 1.0, "w")
     return trajectories, agents, counts
 
 
@@ -226,7 +235,7 @@ def test_the_episodes_are_of_all_kinds(mixed: Exported) -> None:
     found = [turn["metadata"] for episode in mixed.episodes for turn in episode.trace["turns"]]
     assert sum(one["tool_calls"] > 1 for one in found) > 100
     assert sum(one["finish_reason"] == "length" for one in found) > 100
-    assert mixed.untrained, "some agents got no answer that may be trained"
+    assert mixed.untrained > 5
 
 
 def test_openenv_reads_each_line_as_a_trace_of_what_the_agent_saw(mixed: Exported) -> None:

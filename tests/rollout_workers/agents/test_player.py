@@ -226,6 +226,13 @@ async def test_an_evaluation_plays_whole_episodes(open_player: Opener, tmp_path:
     assert found.reward_mean == 1.25 * TURNS
 
 
+async def test_no_agent_reads_tokens_that_the_model_does_not_have(open_player: Opener, tmp_path: Path) -> None:
+    player = await open_player("stray")
+    player._decoding = player._decoding._replace(vocabulary=64)
+    found = await measured(player, tmp_path)
+    assert (found.reward_mean, found.reward["agent/turns"]) == (1.0, 1.0)
+
+
 async def test_the_runs_rewards_score_an_agent_without_one(open_player: Opener, tmp_path: Path) -> None:
     found = await measured(await open_player("leave"), tmp_path)
     assert (found.reward_mean, found.reward["one"]) == (1.0, 1.0)
