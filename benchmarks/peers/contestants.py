@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.gpus import NO_MULTICAST, gpu_names, idle, looking, on_host
+from benchmarks.gpus import NO_MULTICAST, gpu_names, idle, looking
 from benchmarks.processes import ROOT, finish_group, headway
 from headway.broker.errors import ConfigError
 from headway.deploy.run.stage_output import is_complete, is_of
@@ -185,7 +185,7 @@ def _drive_trl(name: str, race: Race, python: Path, timeout_s: float) -> tuple[F
     if name == of_trl_async.NAME:
         module = "of_trl_async"
         environment["CUDA_VISIBLE_DEVICES"], server_gpu = (gpu_names(race.gpus) * 2)[:2]
-        environment |= on_host("trainer") if race.gpus == 1 else {}
+        environment |= of_trl_async.as_host("trainer") if race.gpus == 1 else {}
     elif race.gpus > 1:
         launcher = (*TORCHRUN, "--nproc-per-node", str(race.gpus))
     told = TrlOrder(race=race, setting=setting, model=str(model), began=time.time(), server_gpu=server_gpu)

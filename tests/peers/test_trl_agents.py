@@ -75,6 +75,7 @@ def test_trls_limits_are_those_of_the_recipe(race: Race) -> None:
     assert config["max_completion_length"] == recipe.agent.max_turn_tokens == 128
     assert config["max_tool_calling_iterations"] == 7, "and one answer more"
     assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == 128
+    assert (config["max_inflight_tasks"], config["queue_maxsize"], config["max_staleness"]) == (1024, 512, 3)
     of_episode = trl_agents.limits_of(recipe, is_of_turn=False)
     assert of_episode["max_completion_length"] == recipe.sampling.max_new_tokens
     assert pickle.loads(pickle.dumps(trl_agents.factory_of(recipe))) is CalculatorDesk  # TRL pickles it by its name
