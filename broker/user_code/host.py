@@ -9,11 +9,13 @@ import asyncio
 import ctypes
 import importlib
 import os
+import selectors
 import signal
 import struct
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from inspect import isawaitable
 from typing import Any, BinaryIO
@@ -70,6 +72,7 @@ def frame(message: msgspec.Struct) -> bytes:
 
 
 PR_SET_PDEATHSIG = 1
+MOST_OOM_SCORE = 1000
 MOST_WORDS = 1000
 """The most characters of an error of user code in an answer; the log has more of it."""
 MOST_REFUSAL = 10_000
@@ -79,7 +82,45 @@ MOST_REFUSAL = 10_000
 def main() -> None:
     """Serve until the input ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    asyncio.run(_serve(*_channels()))
+    _end_first_without_memory()
+    loop = asyncio.SelectorEventLoop(_OwnSelector())
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(_serve(*_channels()))
+    except SystemExit as error:  # of a task that user code has made
+        code = error.code
+    except BaseException as error:  # noqa: BLE001 - as the interpreter would end
+        _print(error)
+        code = 1
+    # No call that still runs is cancelled: it would be told as its own failure.
+    os._exit(code if isinstance(code, int) else code is not None)
+
+
+def _end_first_without_memory() -> None:
+    """Have the kernel end this process, and those that it starts, before its caller, where memory is short."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(MOST_OOM_SCORE))
+
+
+class _OwnSelector(selectors.DefaultSelector):
+    """Keeps copies of this process that user code has forked away from its connections, whose answers they would read
+    in its place, and ends those that go on as if they were this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+        os.register_at_fork(after_in_child=self._cut_off)
+
+    def _cut_off(self) -> None:
+        with open(os.devnull, "r+b") as nothing:
+            for descriptor in (*(key.fd for key in self.get_map().values()), self.fileno()):
+                os.dup2(nothing.fileno(), descriptor, inheritable=False)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See BaseSelector."""
+        if os.getpid() != self._process:
+            os._exit(1)
+        return super().select(timeout)
 
 
 def _channels() -> tuple[BinaryIO, BinaryIO]:
@@ -145,7 +186,7 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
         answer = frame(CallAnswer(call.number, value=await result if isawaitable(result) else result))
     except asyncio.CancelledError:
         answer = frame(CallAnswer(call.number, raised="was cancelled"))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - every error of user code is an answer
+    except BaseException as error:  # noqa: BLE001 - every error of user code is an answer
         is_refusal = isinstance(error, HeadwayError)
         if not is_refusal:
             _print(error)
@@ -156,12 +197,14 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
 def _called(method: Any, arguments: list[Any]) -> Any:
     try:
         return method(*arguments)
-    except SystemExit as error:
-        raise _ExitedError(_words(error)) from error  # SystemExit would end the thread pool
+    except Exception:
+        raise
+    except BaseException as error:
+        raise _ExitedError(_words(error)) from error  # as it is, it would end the thread or the event loop
 
 
 class _ExitedError(Exception):
-    """A function in a thread has called sys.exit."""
+    """A function in a thread has called sys.exit, or raised another error that would end the process."""
 
 
 def _print(error: BaseException) -> None:
@@ -175,7 +218,11 @@ def _words(error: BaseException) -> str:
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"[:MOST_WORDS]
     if isinstance(error, (_ExitedError, HeadwayError)):
         return str(error)[:MOST_REFUSAL]
-    return f"raised {type(error).__name__}: {error}"[:MOST_WORDS] + place_of(error)
+    try:
+        said = f"raised {type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - of its own method
+        said = f"raised {type(error).__name__}, which raises another error when it is told"
+    return said[:MOST_WORDS] + place_of(error)
 
 
 def _say(answers: BinaryIO, message: bytes) -> None:
