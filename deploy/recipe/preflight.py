@@ -14,6 +14,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from headway.broker.installation import cache_directory, version_of
 from headway.broker.schema import Prompt
 from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, definition, import_directory
-from headway.broker.user_code.pool import Host
+from headway.broker.user_code.pool import CallTimeoutError, Host
 from headway.learner.backends import check_installed as check_backend_installed
 from headway.learner.config import ModelConfig
 from headway.learner.data.examples import open_examples
@@ -76,6 +77,8 @@ def check_start(recipe: Recipe, *, has_workers: bool, is_new: bool, say: Callabl
         check_scorers(recipe)
         if recipe.launcher.kind == "local":
             check_code(recipe)
+            if recipe.agent.kind and recipe.has_learner:
+                asyncio.run(check_agent_opens(recipe))
 
 
 def check_data(recipe: Recipe, *, is_new: bool = False, say: Callable[[str], object] | None = None) -> None:
@@ -223,6 +226,23 @@ def check_code(recipe: Recipe) -> None:
             definition(kind, key)
 
 
+async def check_agent_opens(recipe: Recipe) -> None:
+    """Raise ConfigError for an agent that a worker on this machine could not open: its code, its packages, its
+    programs or its sandbox are missing. It is opened in a process of its own, as in a worker, and plays nothing."""
+    from headway.rollout_workers.agents.external import EXTERNAL, ExternalAgents
+    from headway.rollout_workers.agents.hosted import AgentHosts
+
+    if recipe.agent.kind == EXTERNAL:
+        ExternalAgents()
+        return
+    one = msgspec.structs.replace(recipe.agent, processes=1)
+    try:
+        hosts = await AgentHosts.open(one, roots_of(recipe))
+    except UserCodeError as error:
+        raise ConfigError(f"agent.kind={recipe.agent.kind} cannot be opened: {error}") from error
+    await hosts.close()
+
+
 def check_packages(recipe: Recipe, *, has_workers: bool) -> None:
     """Raise ConfigError if the learner, or a worker on this machine if there are any, lacks a package, would not import
     what the recipe names, or has an engine that cannot do what the recipe asks of it."""
@@ -267,6 +287,8 @@ def tried(recipe: Recipe, say: Callable[[str], object], *, calls: bool = True) -
     reward cannot read, and for special tokens that the model's tokenizer, if it is here, does not have."""
     keeps = recipe.sampling.keep_special_tokens
     if calls and keeps and (complaint := asyncio.run(_asked(recipe, "kept", keeps))):
+        raise ConfigError(complaint)
+    if calls and recipe.agent.kind and (complaint := asyncio.run(_asked_format(recipe))):
         raise ConfigError(complaint)
     tries = [(f"rewards[{number}]", reward) for number, reward in enumerate(recipe.rewards)]
     tries = [(where, reward) for where, reward in tries if _is_tried(reward, recipe.prompts.kind, calls=calls)]
@@ -360,6 +382,19 @@ async def _asked(recipe: Recipe, method: str, argument: object) -> str:
         await host.close()
 
 
+async def _asked_format(recipe: Recipe) -> str:
+    """Return why no format of conversations fits the model; "" where one does, or the tokenizer is not here yet."""
+    config = recipe.agent.format
+    if ":" in config.kind:  # the user's own reads a model's directory as it likes
+        return ""
+    try:
+        return await _asked(recipe, "lacks_format", [config.kind, dict(config.options)])
+    except CallTimeoutError:  # on a machine that is very busy; workers check it anyway
+        return ""
+    except UserCodeError as error:
+        return f"agent.format.kind={config.kind} cannot be opened: {error}"
+
+
 class Rendering:
     """The model's tokenizer and chat template, in a process that can be killed."""
 
@@ -382,6 +417,23 @@ class Rendering:
             check_kept(self._tokenizer, names)
         except ConfigError as error:
             return str(error)
+        return ""
+
+    def lacks_format(self, asked: Any) -> str:
+        """Return why the format of conversations of this kind, with these options, does not fit the model; "" if it
+        does."""
+        from headway.learner.models.end_tokens import end_tokens
+        from headway.rollout_workers.agents.formats import open_format
+        from headway.rollout_workers.agents.formats.options import AgentFormatOptions
+
+        kind, options = asked
+        with TemporaryDirectory(prefix="headway-format-") as directory:
+            self._tokenizer.save_pretrained(directory)
+            ends = end_tokens(self._tokenizer).any
+            try:
+                open_format(Path(directory), ends, kind, options=msgspec.convert(options, AgentFormatOptions))
+            except ConfigError as error:
+                return str(error)
         return ""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.pool import HostPool
@@ -38,8 +39,8 @@ class AgentHosts:
 
     @classmethod
     async def open(cls, config: AgentConfig, roots: ImportRoots) -> "AgentHosts":
-        """Start the processes. Raises ConfigError for an agent that cannot be opened, UserCodeError where opening it
-        hangs or ends its process."""
+        """Start the processes. Raises ConfigError for an agent that cannot be opened, or lacks something of this
+        machine, UserCodeError where opening it hangs or ends its process."""
         if ":" in config.kind:
             roots.check(config.kind, "agent.kind")
         arguments = {
@@ -57,6 +58,8 @@ class AgentHosts:
         pool = HostPool(program, processes=config.processes)
         try:
             await pool.open()
+            if complaint := await pool.call("check", deadline_s=config.episode_s):
+                raise ConfigError(f"agent.kind={config.kind}: {complaint}")
             resume = await pool.call("resume", deadline_s=config.episode_s)
         except BaseException:
             await pool.close()
@@ -90,6 +93,17 @@ class HostedAgent:
 
         self._agent = open_agent(kind, options, ImportRoots(tuple(named), Path(directory)))
         self._client = EndpointClient()
+
+    async def check(self) -> str:
+        """Return what this machine lacks of what the agent needs; "": nothing that is known."""
+        from .kinds import CheckedAgent
+
+        if isinstance(self._agent, CheckedAgent):
+            try:
+                await self._agent.check()
+            except HeadwayError as error:
+                return str(error)
+        return ""
 
     def resume(self) -> str:
         """Return how an interrupted episode goes on."""

@@ -33,7 +33,7 @@ from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.rollout_workers.agents.external import EXTERNAL, ExternalOptions
 from headway.rollout_workers.agents.tasks import TASKS, task_parts
 
-from .base import Agent, CallDeadlineError, Resume, ShapeError, check_program
+from .base import Agent, CallDeadlineError, CheckedAgent, Resume, ShapeError, check_program
 
 KINDS = (
     *("command", "environment", "environment_factory", EXTERNAL, "mcp", "openenv"),
@@ -145,6 +145,7 @@ __all__ = [
     "KINDS",
     "Agent",
     "CallDeadlineError",
+    "CheckedAgent",
     "Resume",
     "ShapeError",
     "check_agent",

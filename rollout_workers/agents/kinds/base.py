@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from shutil import which
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
@@ -44,6 +44,16 @@ class Agent(Protocol):
 
     async def close(self) -> None:
         """Free what episodes share. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class CheckedAgent(Protocol):
+    """An agent that needs more of its machine than its opening tells, such as a sandbox. Each process that plays it
+    checks it first."""
+
+    async def check(self) -> None:
+        """Raise HeadwayError for what this machine lacks, so that no episode could be played."""
         ...
 
 

@@ -71,7 +71,7 @@ class McpAgent:
                 raise ConfigError(f"{key}: give it either a command or a url.")
             if server.command:
                 check_program(server.command, roots, f"{key}.command")
-        check_extra("agents", "mcp", f"{where}.kind=mcp")
+        check_extra("agents", "mcp", f"{where.removesuffix('.options')}.kind=mcp")
         self._options = options
         self._directory = roots.directory
         self.resume: Resume = options.resume
@@ -89,6 +89,17 @@ class McpAgent:
         if raised is not None:
             raise raised
         return result
+
+    async def check(self) -> None:
+        """See CheckedAgent. Raises ServerFailedError."""
+        raised: Exception | None = None
+        async with _Sessions() as sessions:
+            try:
+                await self._tools(sessions)
+            except Exception as error:  # noqa: BLE001 - the sessions would put it into a group of errors
+                raised = error
+        if raised is not None:
+            raise raised
 
     async def _tools(self, sessions: "_Sessions") -> list["McpTool"]:
         found = list[McpTool]()

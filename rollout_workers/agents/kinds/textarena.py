@@ -51,7 +51,7 @@ class TextArenaAgent:
     resume: Resume = "replay"
 
     def __init__(self, options: TextArenaOptions, roots: ImportRoots, where: str) -> None:
-        check_extra("textarena", "textarena", f"{where}.kind=textarena")
+        check_extra("textarena", "textarena", f"{where.removesuffix('.options')}.kind=textarena")
         self._options = options
         _check_game(options.game, f"{where}.game")
 

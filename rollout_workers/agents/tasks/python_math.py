@@ -67,6 +67,10 @@ class PythonMath:
             answer = await turns.answer()
         return turns.measures(await self._reward(task, answer or ""))
 
+    async def check(self) -> None:
+        """See CheckedAgent. Raises ConfigError where the sandbox does not confine code on this machine."""
+        await self._opened()
+
     async def close(self) -> None:
         """End the verifiers' process."""
         await self._judge.close()
