@@ -84,6 +84,8 @@ demo-megatron: install-megatron  ## the same with Megatron Core in the learner, 
 
 chaos: install  ## kill -9, power loss, cuts, pills and more for MINUTES, then an audit that nothing was lost or trained twice
 	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES)
+	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES) --agents hosted
+	@$(BIN)/python -m benchmarks.chaos --seed $(SEED) --minutes $(MINUTES) --agents outside
 
 parity: $(VENV)/.installed-tools install-megatron  ## every layout of both backends against plain transformers: 246 cases of 1, 2 and 4 processes
 	@$(BIN)/python -m benchmarks.parity

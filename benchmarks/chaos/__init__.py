@@ -16,6 +16,12 @@ the model (`backend`), the inference engine (`engine`), the reward, the reward m
 (`tasks`). Workers evaluate beside training. Faults last `minutes`; then the run finishes its prompts undisturbed, so
 that lost samples can be counted exactly.
 
+With `--agents hosted` or `--agents outside` the samples are episodes of many turns, whose agents call a tool that has
+effects. They run in workers' host processes, or are programs of their own that ask gateways for tasks; these processes
+and the tool's sandboxes are killed too. Agents note answers and effects in a journal before they use them. The audit
+compares it with the trained turns: one attempt must have been answered exactly these turns, and the tool have been
+called once for each call in them, with the answer that the next turn has read.
+
 The audit follows the last checkpoint back through the checkpoints that its learners resumed from. Only steps of this
 lineage were trained; steps that a crash threw away were not. `--without NAME` takes one protection out of the product
 (`protections`), to show that it is needed and that the audit can fail; only the faults that it protects against strike.

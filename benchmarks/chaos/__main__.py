@@ -1,9 +1,10 @@
 """python -m benchmarks.chaos --seed 0 --minutes 3 [--without PROTECTION | all] [--against PROTECTION | all] [--json]
 
-`--without` takes a protection out, and strikes more often with the faults that it protects against. `--against` strikes
-in the same way and takes nothing out. `all` is one trial after the other. The last line is a JSON object. The exit code
-is 1 unless every trial finishes and its audit finds nothing; with `--without all` it is 1 unless every trial shows why
-its protection is needed. Faults that did not hit anything, in up to three times the minutes, are named.
+`--agents hosted` and `--agents outside` have agents play episodes of many turns. `--without` takes a protection out,
+and strikes more often with the faults that it protects against. `--against` strikes in the same way and takes nothing
+out. `all` is one trial after the other. The last line is a JSON object. The exit code is 1 unless every trial finishes
+and its audit finds nothing; with `--without all` it is 1 unless every trial shows why its protection is needed. Faults
+that did not hit anything, in up to three times the minutes, are named.
 """
 
 import argparse
@@ -19,12 +20,17 @@ import msgspec
 from headway.broker.installation import is_installed
 
 from .audit import MUST_BE_ZERO
+from .journal import MUST_BE_ZERO as TURNS_MUST_BE_ZERO
 from .outcome import Outcome
 from .protections import PROTECTIONS
 from .run import run_trial
 from .trial import GROUPS_PER_MINUTE, Trial
 
 COLUMNS = (*MUST_BE_ZERO, "tokens_regenerated")
+OF_EPISODES = (
+    *(*TURNS_MUST_BE_ZERO, "episodes_resumed", "attempts_per_episode", "most_attempts", "tokens_saved"),
+    *("tokens_saved_share", "tool_calls", "tool_calls_saved", "tool_calls_saved_share"),
+)
 
 
 def main() -> int:
@@ -46,13 +52,16 @@ def _outcomes(options: argparse.Namespace) -> Iterator[Outcome]:
         outcome = _one(options, name)
         if not options.json:
             print(_row(outcome), flush=True)
+        if outcome.episodes is not None and not options.json:
+            told = (f"{name.replace('_', ' ')} {getattr(outcome.episodes, name)}" for name in OF_EPISODES)
+            print(f"    agents: {', '.join(told)}", flush=True)
         if outcome.missing:
             print(f"Not shown by this trial: {', '.join(outcome.missing)}.", file=sys.stderr, flush=True)
         yield outcome
 
 
 def _one(options: argparse.Namespace, name: str) -> Outcome:
-    is_out = bool(options.without)
+    is_out, agents = bool(options.without), PROTECTIONS[name].agents if name else options.agents
     kept = options.keep and nullcontext(str(options.keep / f"{'without' if is_out else 'against'}-{name or 'nothing'}"))
     with kept or tempfile.TemporaryDirectory(prefix="headway-chaos-") as directory:
         return run_trial(
@@ -61,8 +70,8 @@ def _one(options: argparse.Namespace, name: str) -> Outcome:
                 minutes=options.minutes,
                 groups_per_minute=options.groups_per_minute,
                 rarely=options.rarely,
-                agents=options.agents,
-                sandbox="monty" if options.agents and is_installed("pydantic_monty") else "",
+                agents=agents,
+                sandbox="monty" if agents and is_installed("pydantic_monty") else "",
                 directory=Path(directory),
                 against=name,
                 is_out=is_out,
@@ -75,6 +84,7 @@ def _row(outcome: Outcome) -> str:
     found = (f"{getattr(outcome, name):>18}" for name in COLUMNS)
     end = "" if outcome.finished else "  hung"
     name = f"without {outcome.without}" if outcome.without else f"against {outcome.against or 'everything'}"
+    name += f" ({outcome.agents} agents)" if outcome.agents else ""
     return f"{name:32}{outcome.tasks:>8}{kills:>6}{effective:>10} {' '.join(found)}{end}"
 
 

@@ -121,7 +121,7 @@ class Agent:
                 episode=noted, messages=list(task.messages), tools=[tool], max_turns=MOST_TURNS, error_text="?"
             )
             await turns.answer()
-        return turns.measures(random.random())
+        return {"reward": random.random(), "tool_errors": float(turns.tool_errors)}
 
     async def _receipt(self, sandbox: Sandbox | None, number: str) -> str:
         drawn = random.random()
@@ -164,7 +164,7 @@ EPISODES = 24
 AGAIN_S = 0.1
 CALL_S = 8.0
 """The longest wait for an answer, which the same call asks for again."""
-AWAY_S = 20.0
+AWAY_S = 40.0
 """How long an agent looks for the gateway that has its episode."""
 
 

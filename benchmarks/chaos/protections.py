@@ -3,12 +3,14 @@
 A script is edited as text. If the text to be replaced is no longer there, the trial fails at once instead of passing.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 from headway.broker.client import learner, leases
 from headway.broker.client.leases import Leases
@@ -19,6 +21,8 @@ from headway.broker.security.sample_validation import validate_sample
 from headway.broker.wire import codec
 from headway.learner.batching import packing
 from headway.learner.experience.stream import Experience
+from headway.rollout_workers.agents.session import EpisodeSession
+from headway.rollout_workers.samples.recorder import SegmentLog
 from headway.weightsync.publisher import Publication, Publisher
 from headway.weightsync.tensors.staging import Gathering
 
@@ -76,6 +80,8 @@ class Protection:
     """A protection with mostly the same effect, which is taken out too, or one that makes good its absence."""
     saves_work: bool = False
     """Whether its absence only costs work, so that a trial that shows nothing is right."""
+    agents: Literal["", "hosted", "outside"] = ""
+    """Who plays the samples of a trial of it."""
 
 
 def take_out(name: str) -> None:
@@ -187,6 +193,38 @@ def _quarantine() -> None:
     _edit("if holder and call('HINCRBY', P .. 'strikes', holder, 1) >= 3 then", "if false then")
 
 
+TOLD_FIRST_S = 1.5
+_keeping = set[asyncio.Task[None]]()
+"""References to the tasks, which the event loop does not keep."""
+
+
+def _durable_answer() -> None:
+    """Tell an agent an answer first, and make it durable later."""
+    keep, locks = SegmentLog.keep_all, WeakKeyDictionary[SegmentLog, asyncio.Lock]()
+
+    async def keep_later(self: SegmentLog) -> None:
+        async def later() -> None:
+            await asyncio.sleep(TOLD_FIRST_S)
+            async with locks.setdefault(self, asyncio.Lock()):
+                await keep(self)
+
+        _keeping.add(task := asyncio.create_task(later()))
+        task.add_done_callback(_keeping.discard)
+
+    patch.object(SegmentLog, "keep_all", keep_later).start()
+
+
+def _recorded_answers() -> None:
+    """Sample each call anew, though an answer to it is recorded."""
+    patch.object(EpisodeSession, "_known", lambda self, call: None).start()
+
+
+def _unseen_turns() -> None:
+    """Train the turns of former attempts that the one to the end has not repeated."""
+    _recorded_answers()
+    patch.object(EpisodeSession, "settle", EpisodeSession.end).start()
+
+
 _PUBLISHER = "a publisher that refuses to publish a version twice"
 
 PROTECTIONS = {
@@ -206,6 +244,10 @@ PROTECTIONS = {
     "frame_checksum": Protection(_frame_checksum, {"damage blob": 0.5}),
     "identity_check": Protection(_identity_check, {"wake leftover": 2.0}),
     "possible_check": Protection(_possible_check, {"send pill": 0.5}),
+    "durable_answer": Protection(_durable_answer, {"kill worker": 2.0}, agents="outside"),
+    # A worker's link stalls, so that it loses an episode whose agent has yet to hear of the turn that is durable.
+    "recorded_answers": Protection(_recorded_answers, {"cut link": 1.0, "kill worker": 4.0}, agents="outside"),
+    "unseen_turns": Protection(_unseen_turns, {"kill host": 2.0, "kill worker": 5.0}, agents="hosted"),
     "quarantine": Protection(_quarantine, {"send pill": 0.5}, covered_by="pills are refused", saves_work=True),
 }
 

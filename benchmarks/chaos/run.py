@@ -44,8 +44,6 @@ STRIKES = (
     *("full_disks", "full_memory", "damaged"),
 )
 """Fields of the outcome that the trial has, and that the faults count, by the same names."""
-HANGS_AFTER_S = 30.0
-"""The seconds without faults and without a step after which a run hangs."""
 
 
 def run_trial(trial: Trial) -> Outcome:
@@ -194,7 +192,7 @@ class _Stage:
     async def _finishes(self) -> bool:
         """Whether the undisturbed run finishes; False where nothing moves any more."""
         reached = self._trial.checkpoints.latest()
-        while not await self._finished_within(HANGS_AFTER_S):
+        while not await self._finished_within(self._trial.hangs_after_s):
             if reached == (reached := self._trial.checkpoints.latest()):
                 return False
         return True

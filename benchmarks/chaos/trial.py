@@ -30,11 +30,12 @@ EPISODES_A_SAMPLE = 4
 """An agent's episode takes about so many times as long as another sample."""
 AGENT_PROCESSES = 2
 """Processes of agents from outside."""
-EPISODE_S = 12.0
-"""The longest time of an episode; the next one begins anew."""
-SILENT_S = 10.0
+EPISODE_S = 30.0
+"""The longest time of an episode, such as of an agent from outside that was killed; then it begins anew."""
+SILENT_S = 8.0
 """The time after which a gateway offers an episode again whose agent does not call."""
 KEY = "the key of the gateway"
+HANGS_AFTER_S = 30.0
 ENDLESS = 100_000
 """A number of groups without an end."""
 MAX_LAG = 3
@@ -122,6 +123,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     def has_scorers(self) -> bool:
         """Whether a reward model judges the samples, too, and workers evaluate."""
         return not self.against and not self.is_overwritten and not self.agents
+
+    @property
+    def hangs_after_s(self) -> float:
+        """Return the seconds without faults and without a checkpoint after which the run hangs."""
+        return HANGS_AFTER_S + (3 * EPISODE_S if self.agents else 0.0)
 
     @property
     def journal(self) -> Path:

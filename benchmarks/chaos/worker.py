@@ -231,8 +231,8 @@ class CountingSession(EpisodeSession):
         super().__init__(sample, recorder, *what, **named)
         self._count_resumed(recorder)
 
-    def begin_again(self) -> None:
-        super().begin_again()
+    def begin_again(self, attempt: str = "") -> None:
+        super().begin_again(attempt)
         self._count_resumed(self._recorder)
 
     @staticmethod
