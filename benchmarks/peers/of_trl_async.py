@@ -60,6 +60,8 @@ SYNCHRONOUS = {
 }
 """Arguments of GRPOConfig that AsyncGRPOConfig does not have."""
 WARM_SERVER_S = 240.0
+LONGEST_SYNC_S = 120
+"""A group that NCCL cannot form is given up then, not after half an hour."""
 MORE_SOCKETS = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 """The environment in which NCCL sends faster to what it takes for another host."""
 
@@ -92,6 +94,7 @@ def async_config_of(race: Race, directory: str, url: str) -> dict[str, Any]:
         "logging_steps": 1,  # its metrics of a step come with its log
         "vllm_server_base_url": url,
         "vllm_server_timeout": WARM_SERVER_S,
+        "weight_sync_timeout": LONGEST_SYNC_S,
     }
 
 
