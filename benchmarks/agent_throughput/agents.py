@@ -56,7 +56,7 @@ class ToolUser:
         self._clock, self._max_tokens = clock, max_tokens
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Any:
-        """Play one episode. The measures are its turns, and the seconds that its tools took."""
+        """Play one episode. The measures are its answers, and the seconds that its tools took."""
         drawn = random.Random(f"{task.id}-{task.sample}")
         messages: list[Message] = [
             {"role": "system", "content": self._rules},
@@ -72,7 +72,7 @@ class ToolUser:
             if turns < self._turns:
                 waited_s += await self._tool(drawn)
                 messages += found(answer.message)
-        return {"reward": 1.0, "turns": turns, "tool_s": waited_s}
+        return {"reward": 1.0, "answers": turns, "tool_seconds": waited_s}
 
     async def _tool(self, drawn: random.Random) -> float:
         if not self._median_s:

@@ -7,13 +7,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from benchmarks.broker.load import GROUP_SIZE, Learner, Run, fresh_server
+from benchmarks.broker.load import fresh_server
 from benchmarks.processes import ROOT
 from headway.broker import Broker, open_broker
-from headway.broker.schema import Lease, Prompt, Segment
+from headway.broker.client.learner import CheckpointMark
+from headway.broker.schema import Lease, Prompt, RunRules, Segment, WeightVersion
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.player import AgentPlayer
-from headway.rollout_workers.agents.tree import EpisodeRecorder
 from headway.rollout_workers.config import AgentConfig, AgentFormatConfig, SamplingConfig, WorkersConfig
 from headway.rollout_workers.decoding import Decoding, load_decoding
 from headway.rollout_workers.rewards.base import Score
@@ -21,8 +21,13 @@ from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.generation import request_of
 from headway.rollout_workers.samples.recorder import Recorder, SegmentLog
 
+from .engines import manifest_of
+
 RUN = "agents"
 TTL_S = 3600.0
+GROUP_SIZE = 8
+FED_AT_ONCE = 256
+MOST_BYTES = 8 << 30
 AGENTS = "benchmarks.agent_throughput.agents"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -69,21 +74,38 @@ class OneReward:
 
 
 @asynccontextmanager
-async def leased(samples: int) -> AsyncIterator[tuple[Broker, list[Lease], int]]:
-    """Yield a broker on a server of its own, with so many leases, and the process of the server."""
+async def fed(groups: int, token_ids: Sequence[int] = (2, 3)) -> AsyncIterator[tuple[Broker, WeightVersion, int]]:
+    """Yield a broker on a server of its own with so many groups of a prompt, all of which a worker may lease, the
+    version that is announced, and the process of the server."""
     with fresh_server("everysec") as server:
         broker = await open_broker(server.url, RUN)
         try:
-            groups = -(-samples // GROUP_SIZE)
-            learner = await Learner.begin(broker, Run(groups=groups, max_lag=groups))
-            assert learner is not None
-            version = (await broker.versions.peek()).announced
-            assert version is not None
-            leases = list((await broker.leases.lease("worker", version, samples, TTL_S)).leases)
-            assert len(leases) == samples, f"{len(leases)} leases in the place of {samples}"
-            yield broker, leases, server.pid
+            rules = RunRules(max_lag=groups, groups_per_step=GROUP_SIZE, max_bytes=MOST_BYTES)
+            claim = await broker.batches.claim(checkpoint=CheckpointMark(0, 0), rules=rules, config=b"", resume=False)
+            version = WeightVersion(claim.owner.incarnation, 0)
+            await broker.versions.announce(claim.owner, manifest_of(version))
+            for first in range(0, groups, FED_AT_ONCE):
+                numbers = range(first, min(groups, first + FED_AT_ONCE))
+                await broker.prompts.feed([_prompt(one, token_ids) for one in numbers], claim.owner)
+            yield broker, version, server.pid
         finally:
             await broker.close()
+
+
+def _prompt(number: int, token_ids: Sequence[int]) -> Prompt:
+    return Prompt(
+        group=f"0000-{number:08d}",
+        token_ids=list(token_ids),
+        text="The state of an order?",
+        ground_truth="",
+        data_source="benchmark",
+        num_samples=GROUP_SIZE,
+    )
+
+
+async def leases_of(broker: Broker, version: WeightVersion, count: int) -> list[Lease]:
+    """Lease samples."""
+    return list((await broker.leases.lease("worker", version, count, TTL_S)).leases)
 
 
 async def opened_player(model: Path, config: AgentConfig) -> tuple[AgentPlayer, Decoding]:
@@ -102,14 +124,12 @@ def agent_config(options: dict[str, Any], **more: Any) -> AgentConfig:
 def played_sample(
     broker: Broker,
     lease: Lease,
-    player: AgentPlayer,
+    recorder: Recorder,
     decoding: Decoding,
     generate: Any,
-    *,
     max_new_tokens: int,
 ) -> tuple[PlayedSample, SegmentLog]:
     """Return a sample as a worker plays it, each turn durable before it is told."""
-    recorder = player.recorder(lease.prompt)
 
     async def append(held: Lease, segment: Segment) -> Any:
         return await broker.leases.append(held, segment, TTL_S)
@@ -124,6 +144,7 @@ def played_sample(
         generate=generate,
         max_model_len=max_new_tokens + 100_000,
         keep=log.keep_all,
+        intend=lambda calls: broker.leases.intend(lease, calls),
     )
     return sample, log
 
@@ -133,6 +154,3 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1))
-
-
-__all__ = ["EpisodeRecorder", "Recorder", "agent_config", "leased", "opened_player", "played_sample"]

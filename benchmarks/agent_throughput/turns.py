@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from headway.broker.client import leases as leases_module
@@ -20,10 +21,9 @@ from headway.rollout_workers.agents.endpoint import admission, server
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
 from headway.rollout_workers.samples.recorder import Recorder
 
+from .engines import CALL
 from .meter import Meter, process_s
-from .parts import agent_config, leased, opened_player, played_sample
-
-CALL = '<tool_call>\n{"name": "look_up", "arguments": {"key": "A-1207", "limit": 3}}\n</tool_call><|im_end|>'
+from .parts import GROUP_SIZE, agent_config, fed, leases_of, opened_player, played_sample
 
 
 class Together:
@@ -65,6 +65,7 @@ def metered() -> Meter:
     meter.measure_coroutine(admission.Calls, "_bounded", "session")
     meter.measure_coroutine(session.EpisodeSession, "_sampled", "session")
     meter.measure_coroutine(leases_module.Leases, "append", "append to the broker")
+    meter.measure_coroutine(leases_module.Leases, "intend", "intent to the broker")
     for name in ("add_turn", "turn", "row", "longest_beginning", "segment"):
         meter.measure(tree.EpisodeRecorder, name, "recorder")
     meter.measure(session, "_conversation", "digests")
@@ -81,13 +82,15 @@ async def _measure(model: Path, episodes: int, most_turns: int) -> tuple[list[di
     meter.measure(chat_format, "render", "chat format: rendering")
     meter.measure(chat_format, "bridge", "chat format: rendering")
     meter.measure(chat_format, "parse", "chat format: reading")
-    async with leased(episodes) as (broker, leases, server_pid):
+    async with fed(-(-episodes // GROUP_SIZE)) as (broker, version, server_pid):
+        leases = await leases_of(broker, version, episodes)
         host = player._agents._pool._shared[0]._process._process.pid  # type: ignore[union-attr]
         engine = Together(episodes, answer, meter, {"agents": host, "the server": server_pid})
 
         async def play(lease: Any) -> None:
             most = (most_turns + 1) * 400
-            sample, log = played_sample(broker, lease, player, decoding, engine.generate, max_new_tokens=most)
+            recorder = player.recorder(lease.prompt)
+            sample, log = played_sample(broker, lease, recorder, decoding, engine.generate, most)
             async with log:
                 await player.play(sample)
 
@@ -96,8 +99,18 @@ async def _measure(model: Path, episodes: int, most_turns: int) -> tuple[list[di
     return engine.marks, {"answer_tokens": len(answer)}
 
 
-def measure(model: Path, episodes: int, turns: list[int]) -> dict[str, Any]:
+class TurnsOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What is measured."""
+
+    model: str
+    episodes: int = 32
+    turns: tuple[int, ...] = (1, 8, 64)
+
+
+def measure(told: object) -> dict[str, Any]:
     """Return milliseconds of CPU time of one turn, for each of these numbers of the turn."""
+    order = msgspec.convert(told, TurnsOrder)
+    model, episodes, turns = Path(order.model), order.episodes, order.turns
     marks, sizes = uvloop.run(_measure(model, episodes, max(turns) + 2))
     found: dict[str, Any] = {"episodes": episodes, **sizes, "cores": os.cpu_count()}
     for number in turns:
