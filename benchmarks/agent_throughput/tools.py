@@ -31,6 +31,8 @@ from .meter import process_s
 from .parts import TTL_S, OneReward, agent_config, end_tokens, fed, opened_player
 
 Kind = Literal["plain", "tools at once", "tools that take their time"]
+WARM_S: dict[Kind, float] = {"plain": 2.0, "tools at once": 10.0, "tools that take their time": 3600.0}
+"""Seconds after which a worker is in full swing; with tools that take their time those of the order."""
 OBSERVED_TOKENS = 200
 """No tool's answer has more."""
 
@@ -67,7 +69,7 @@ class Bench:
         """Return what a worker reaches."""
         async with self._running(kind) as (worker, host):
             command.tell(f"{kind}: warms up")
-            await asyncio.sleep(0.2 if kind == "plain" else self._order.warm_s)
+            await asyncio.sleep(min(self._order.warm_s, WARM_S[kind]))
             before = self._mark(host)
             await asyncio.sleep(self._order.seconds)
             after = self._mark(host)
