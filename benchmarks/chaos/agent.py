@@ -18,7 +18,8 @@ import msgspec
 from headway.rollout_workers.agents.conversation import Message, Tool
 from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask
 from headway.rollout_workers.agents.sandbox import Sandbox, Sandboxes, open_sandboxes
-from headway.rollout_workers.agents.tasks.tool_turns import TextTool, ToolError, ToolTurns
+from headway.rollout_workers.agents.tools.text_tools import TextTool
+from headway.rollout_workers.agents.tools.toolbox import Toolbox, ToolError, ToolTurns
 
 RAISES, HANGS, EXITS = 0.01, 0.002, 0.002
 """The shares of the tool's calls that raise, hang, and end its process."""
@@ -116,12 +117,10 @@ class Agent:
                 noted.note_effect(number, receipt)
                 return receipt
 
-            tool = TextTool(name="book", description="books", call=book, parameters={"number": "what to book"})
-            turns = ToolTurns(
-                episode=noted, messages=list(task.messages), tools=[tool], max_turns=MOST_TURNS, error_text="?"
-            )
-            await turns.answer()
-        return {"reward": random.random(), "tool_errors": float(turns.tool_errors)}
+            toolbox = Toolbox([TextTool(book, "books", {"number": "what to book"})], error_text="?")
+            await ToolTurns(noted, task.messages, toolbox, MOST_TURNS).answer()
+        counts = ("tool_errors", "unknown_tools", "broken_arguments")
+        return {"reward": random.random(), "tool_errors": sum(toolbox.measures[name] for name in counts)}
 
     async def _receipt(self, sandbox: Sandbox | None, number: str) -> str:
         drawn = random.random()

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from headway.rollout_workers.agents.tasks.calculator import calculator
-from headway.rollout_workers.agents.tasks.tool_turns import ToolError
+from headway.rollout_workers.agents.tasks.calculator import calculated
+from headway.rollout_workers.agents.tools.toolbox import ToolError
 
 
 class CalculatorDesk:
@@ -23,6 +23,6 @@ class CalculatorDesk:
             expression: such as 12*(3+4)
         """
         try:
-            return str(calculator(self._modulus).call(expression))
+            return calculated(expression, self._modulus)
         except ToolError as error:
             return f"Error: {error}"

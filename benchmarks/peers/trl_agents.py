@@ -14,7 +14,7 @@ from headway.rollout_workers.agents.conversation import Message, Tool
 from headway.rollout_workers.agents.formats import open_format
 from headway.rollout_workers.agents.formats.chatml import ChatML
 from headway.rollout_workers.agents.kinds.environment_factory import EnvironmentFactoryOptions
-from headway.rollout_workers.agents.kinds.typed_functions import TypedFunction
+from headway.rollout_workers.agents.tools.typed_functions import TypedFunction
 
 KIND = "environment_factory"
 TEMPLATE = """\

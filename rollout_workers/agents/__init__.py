@@ -2,10 +2,10 @@
 
     agent (in a host process, or a program of its own)            worker
       rollout(episode, task) ── chat(messages, tools) ──► endpoint/ ──► session.py ──► formats/ ──► engine
-      ▲        kinds/, tasks/, sandbox/                                  │ turns, a tree (tree.py)
+      ▲        kinds/, tasks/, tools/                                    │ turns, a tree (tree.py)
       └──────────────── answer ◄─────────────────────────────────────────┘ each is a durable segment
 
-    episode.py       what agent code sees: `AgentTask`, `AgentEpisode`, `AgentAnswer`
+    episode.py       what agent code sees: `AgentTask`, `AgentEpisode`, `AgentAnswer`; `Agent`, the seam of kinds
     conversation.py  messages, tools and tool calls; `ChatFormat`, the seam between them and tokens
     calls.py         a call of the model and its answer; `Session`, what an endpoint speaks to
     session.py       answers the calls of one episode: from the record, by the engine, or with a refusal
@@ -16,8 +16,9 @@
     external.py      agents that no worker starts: they claim a task and end it
     endpoint/        HTTP, in the dialects of OpenAI, Anthropic, vLLM and our own
     formats/         conversations as tokens, and answers as messages
-    kinds/           tools, environments and adapters; `kinds/base.py` is the seam
+    kinds/           the agents that a recipe names: tools, environments and adapters
     tasks/           the tasks that ship
+    tools/           what becomes of a model's tool calls
     sandbox/         confines code that a model wrote
 
 The invariant: a token is trained only where the engine sampled it, after exactly the tokens that it was sampled after,

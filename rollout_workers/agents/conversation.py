@@ -56,6 +56,17 @@ class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return message
 
 
+def begin(messages: Sequence[Message], system_prompt: str) -> list[Message]:
+    """Return the conversation, with a system prompt before its own."""
+    begun = [dict(one) for one in messages]
+    if not system_prompt:
+        return begun
+    if begun and begun[0]["role"] == "system":
+        begun[0] = {**begun[0], "content": f"{system_prompt}\n\n{begun[0]['content']}"}
+        return begun
+    return [{"role": "system", "content": system_prompt}, *begun]
+
+
 class ChatFormat(Protocol):
     """Writes conversations as one family of models reads them, and reads what the model wrote."""
 

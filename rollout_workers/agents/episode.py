@@ -9,8 +9,9 @@
 It runs in a host process, or in any program that has an episode's URL and key, and imports nothing of the worker.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -99,3 +100,27 @@ class AgentEpisode:
 
     async def _answered(self, asked: dict[str, Any]) -> AgentAnswer:
         return msgspec.convert(await self._call("turn", asked), AgentAnswer)
+
+
+Resume = Literal["replay", "restart"]
+"""replay: with the same task and the same answers of the model the agent comes to the same point, so an interrupted
+episode is played again with the recorded answers. restart: it has effects outside of itself or draws at random, so the
+episode begins anew, with new answers."""
+
+
+class Agent(ABC):
+    """Plays episodes, many side by side, in one process: the seam of the kinds and the tasks."""
+
+    resume: Resume = "replay"
+    """What becomes of an episode whose worker was lost."""
+
+    @abstractmethod
+    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
+        """Play one episode. When it returns, raises or is cancelled, all that the episode held is freed."""
+
+    async def check(self) -> None:  # noqa: B027 - most agents need no more than their opening tells
+        """Raise HeadwayError for what this machine lacks, such as a sandbox, so that no episode could be played. Each
+        process that plays it asks this first."""
+
+    async def close(self) -> None:  # noqa: B027 - most agents share nothing
+        """Free what episodes share. Idempotent."""

@@ -96,13 +96,10 @@ class HostedAgent:
 
     async def check(self) -> str:
         """Return what this machine lacks of what the agent needs; "": nothing that is known."""
-        from .kinds import CheckedAgent
-
-        if isinstance(self._agent, CheckedAgent):
-            try:
-                await self._agent.check()
-            except HeadwayError as error:
-                return str(error)
+        try:
+            await self._agent.check()
+        except HeadwayError as error:
+            return str(error)
         return ""
 
     def resume(self) -> str:

@@ -6,18 +6,17 @@ from typing import Any
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from headway.rollout_workers.agents.tasks.calculator import calculator, evaluate
-from headway.rollout_workers.agents.tasks.tool_turns import ToolError
+from headway.rollout_workers.agents.tasks.calculator import calculated, calculator
+from headway.rollout_workers.agents.tools.toolbox import ToolError
 
 MOST_TURNS = 6
-TOOL = calculator().declared
+TOOL = calculator().schema
 
 
 def worked_out(arguments: Any, task: Any) -> str:
     """Return what the calculator says."""
     try:
-        value = evaluate(str(arguments["expression"]))
-        return str(value.numerator % task.extra_info["modulus"])
+        return calculated(str(arguments["expression"]), task.extra_info["modulus"])
     except (ToolError, KeyError, TypeError):
         return "?"
 

@@ -1,4 +1,4 @@
-"""The ways in: each kind of agent implements `Agent` (`base.py`) on top of what an episode offers.
+"""The ways in: each kind of agent implements `episode.Agent` on top of what an episode offers.
 
     agent.kind                 who plays                                       the episode's reward
     package.module:rollout     own.py: your own function or class              what it returns
@@ -14,8 +14,7 @@
     external                   an agent that no worker starts (`external.py`)         what it ends with
     command                    a program that knows nothing of Headway         the last line of its output
 
-    threads.py    an episode's thread, for plain functions that may hang      toolbox.py   what becomes of tool calls
-    turns.py      the loop of environments that answer in text                typed_functions.py   tools' schemas
+    turns.py      the loop of environments that answer in text; that of tools is `tools.toolbox.ToolTurns`
 
 A kind imports nothing of the package whose shape it takes, unless it must, and then in the function that needs it.
 
@@ -30,10 +29,12 @@ import msgspec
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import typed_options, unknown_kind
+from headway.rollout_workers.agents.episode import Agent, Resume
 from headway.rollout_workers.agents.external import EXTERNAL, ExternalOptions
 from headway.rollout_workers.agents.tasks import TASKS, task_parts
+from headway.rollout_workers.agents.tools.threads import CallDeadlineError
 
-from .base import Agent, CallDeadlineError, CheckedAgent, Resume, ShapeError, check_program
+from .base import ShapeError, check_program
 
 KINDS = (
     *("command", "environment", "environment_factory", EXTERNAL, "mcp", "openenv"),
@@ -55,9 +56,9 @@ def open_agent(kind: str, options: Mapping[str, Any], roots: ImportRoots, where:
     Raises ConfigError for an unknown kind or option, and for what may not be imported or run, or lacks a member.
     """
     if ":" in kind:
-        from .own import open_own
+        from .own import OwnAgent
 
-        return open_own(kind, options, roots, where)
+        return OwnAgent(kind, options, roots, where)
     of, agent = _parts(kind, where)
     made: Agent = agent(typed_options(options, of, f"{where}.options"), roots, f"{where}.options")
     return made
@@ -145,7 +146,6 @@ __all__ = [
     "KINDS",
     "Agent",
     "CallDeadlineError",
-    "CheckedAgent",
     "Resume",
     "ShapeError",
     "check_agent",

@@ -1,4 +1,4 @@
-"""`Agent` is the seam between the worker and whatever plays an episode; and what its kinds have in common.
+"""What the kinds of agents have in common.
 
 A kind checks all that code from outside gives it. What it does not understand is a ShapeError, which names the class
 and what was expected: nothing is guessed.
@@ -10,51 +10,17 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from shutil import which
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.episode import AgentTask, Outcome, Resume
 from headway.rollout_workers.rewards.functions import measures, number
-
-Resume = Literal["replay", "restart"]
-"""replay: with the same task and the same answers of the model the agent comes to the same point, so an interrupted
-episode is played again with the recorded answers. restart: it has effects outside of itself or draws at random, so the
-episode begins anew, with new answers."""
 
 
 class ShapeError(HeadwayError):
     """Code of the user's own, or a program, returned what its kind of agent does not understand."""
-
-
-class CallDeadlineError(HeadwayError):
-    """A call of the user's own code, or of a server, ran past its deadline."""
-
-
-class Agent(Protocol):
-    """Plays episodes, many side by side, in one process."""
-
-    resume: Resume
-    """What becomes of an episode whose worker was lost."""
-
-    async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
-        """Play one episode. When it returns, raises or is cancelled, all that the episode held is freed."""
-        ...
-
-    async def close(self) -> None:
-        """Free what episodes share. Idempotent."""
-        ...
-
-
-@runtime_checkable
-class CheckedAgent(Protocol):
-    """An agent that needs more of its machine than its opening tells, such as a sandbox. Each process that plays it
-    checks it first."""
-
-    async def check(self) -> None:
-        """Raise HeadwayError for what this machine lacks, so that no episode could be played."""
-        ...
 
 
 class Settings(dict[str, Any]):
@@ -137,24 +103,6 @@ def messages_of(value: Any, what: str) -> list[Message]:
 def numbers_of(info: Any) -> dict[str, float]:
     """Return the finite numbers of what an environment tells beside its observation."""
     return measures(info)[0] if isinstance(info, Mapping) else {}
-
-
-def cut(text: str, most: int) -> str:
-    """Return a text with at most so many characters, and a note where it was longer; half a surrogate pair, which no
-    JSON carries, becomes a question mark."""
-    said = text if len(text) <= most else f"{text[:most]}\n[cut: the first {most} of {len(text)} characters]"
-    return said.encode(errors="replace").decode()
-
-
-def begin(messages: Sequence[Message], system_prompt: str) -> list[Message]:
-    """Return the conversation, with a system prompt before its own."""
-    begun = [dict(one) for one in messages]
-    if not system_prompt:
-        return begun
-    if begun and begun[0]["role"] == "system":
-        begun[0] = {**begun[0], "content": f"{system_prompt}\n\n{begun[0]['content']}"}
-        return begun
-    return [{"role": "system", "content": system_prompt}, *begun]
 
 
 def outcome(reward: float | None, told: Mapping[str, float]) -> Outcome:

@@ -22,10 +22,10 @@ from msgspec import Meta
 
 from headway.broker.errors import HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome, Resume
+from headway.rollout_workers.agents.tools.threads import uncancelled
 
-from .base import Resume, check_program, finite, numbers_of, outcome, program_path
-from .threads import uncancelled
+from .base import check_program, finite, numbers_of, outcome, program_path
 
 MOST_TAIL_BYTES = 1 << 16
 """So much of the end of a program's output is kept."""
@@ -55,7 +55,7 @@ class ProgramFailedError(HeadwayError):
     """The agent's program ended with another exit code than 0."""
 
 
-class CommandAgent:
+class CommandAgent(Agent):
     """Starts a process for each episode."""
 
     def __init__(self, options: CommandOptions, roots: ImportRoots, where: str) -> None:
@@ -65,7 +65,7 @@ class CommandAgent:
         self._command = [program, *(str(here / one[2:]) if one.startswith("./") else one for one in arguments)]
         self._options = options
         self._guard = _Guard()
-        self.resume: Resume = options.resume
+        self.resume = options.resume
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ProgramFailedError."""

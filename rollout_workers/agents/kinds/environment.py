@@ -17,24 +17,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall
-from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall, begin
+from headway.rollout_workers.agents.episode import Agent, AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.threads import EpisodeThread, made_in_thread
+from headway.rollout_workers.agents.tools.toolbox import Count, Seconds, cut, text_of
 
-from .base import (
-    Resume,
-    ShapeError,
-    begin,
-    check_methods,
-    cut,
-    finite,
-    messages_of,
-    numbers_of,
-    outcome,
-    resume_of,
-    truth,
-)
-from .threads import EpisodeThread
-from .toolbox import Count, Seconds, text_of
+from .base import ShapeError, check_methods, finite, messages_of, numbers_of, outcome, resume_of, truth
 from .turns import TurnReply, observed, play
 
 
@@ -64,28 +52,22 @@ class _Step(NamedTuple):
     measures: dict[str, float]
 
 
-class EnvironmentAgent:
+class EnvironmentAgent(Agent):
     """Makes an object for each episode."""
 
     def __init__(self, options: EnvironmentOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
         self._key = f"{where}.environment"
         self._make = roots.load(options.environment, self._key)
-        self.resume: Resume = resume_of(self._make, self._key)
+        self.resume = resume_of(self._make, self._key)
         if isinstance(self._make, type):
             check_methods(self._make, ["reset", "step"], "an environment", self._key)
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
-        thread, step_s = EpisodeThread(), self._options.step_s
-        own: Any = None
-        try:
-            own = await thread.call(self._make, deadline_s=step_s, **self._options.arguments)
+        async with made_in_thread(self._make, self._options.step_s, self._options.arguments) as (own, thread):
             check_methods(own, ["reset", "step"], "an environment", self._key)
             return await self._play(own, thread, episode, task)
-        finally:
-            closing = getattr(own, "close", None)
-            await thread.close(*([closing] if callable(closing) else []))
 
     async def _play(self, own: Any, thread: EpisodeThread, episode: AgentEpisode, task: AgentTask) -> Outcome:
         tools: Sequence[Tool] = getattr(own, "tools", ())
@@ -126,12 +108,11 @@ class EnvironmentAgent:
     def _what(self, method: str) -> str:
         return f"{self._options.environment}: {method}"
 
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
-
 
 def _actions(answer: AgentAnswer, has_tools: bool) -> Sequence[str | ToolCall]:
-    """Return what an answer does: its tool calls, or its text."""
+    """Return what an answer does: its tool calls, or its text. Of an answer that was cut, calls are not made."""
+    if has_tools and answer.tool_calls and answer.finish_reason == "length":
+        return []
     return answer.tool_calls if has_tools and answer.tool_calls else [answer.content]
 
 

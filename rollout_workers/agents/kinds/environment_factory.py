@@ -16,13 +16,13 @@ import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import Message, begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.threads import EpisodeThread, made_in_thread
+from headway.rollout_workers.agents.tools.toolbox import Count, Seconds, Toolbox, ToolLimits, ToolTurns
+from headway.rollout_workers.agents.tools.typed_functions import FunctionTool, TypedFunction
 
-from .base import Resume, ShapeError, accepted, begin, check_methods, finite, outcome, resume_of, row_of
-from .threads import EpisodeThread
-from .toolbox import Count, FunctionTool, Seconds, Toolbox, ToolLimits, converse
-from .typed_functions import TypedFunction
+from .base import ShapeError, accepted, check_methods, finite, outcome, resume_of, row_of
 
 NO_TOOLS = ("reset", "get_reward", "close")
 
@@ -42,14 +42,14 @@ class EnvironmentFactoryOptions(ToolLimits, frozen=True, kw_only=True):
     """A reset, or a reward, that takes longer is given up, with its episode."""
 
 
-class EnvironmentFactoryAgent:
+class EnvironmentFactoryAgent(Agent):
     """Makes an object for each episode."""
 
     def __init__(self, options: EnvironmentFactoryOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
         self._key = f"{where}.factory"
         self._factory = roots.load(options.factory, self._key)
-        self.resume: Resume = resume_of(self._factory, self._key)
+        self.resume = resume_of(self._factory, self._key)
         if isinstance(self._factory, type):
             check_methods(self._factory, ["reset"], "an environment", self._key)
             if not _tool_names(self._factory):
@@ -57,22 +57,16 @@ class EnvironmentFactoryAgent:
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
-        thread, options = EpisodeThread(), self._options
-        own: Any = None
-        try:
-            own = await thread.call(self._factory, deadline_s=options.reset_s, **options.arguments)
+        options = self._options
+        async with made_in_thread(self._factory, options.reset_s, options.arguments) as (own, thread):
             check_methods(own, ["reset"], "an environment", self._key)
             tools = [TypedFunction(getattr(own, name), self._key, name) for name in _tool_names(own)]
             toolbox = Toolbox([FunctionTool(tool, thread) for tool in tools], options)
-            said = await thread.call(
-                own.reset, deadline_s=options.reset_s, **accepted(own.reset, row_of(task), f"{options.factory}: reset")
-            )
+            given = accepted(own.reset, row_of(task), f"{options.factory}: reset")
+            said = await thread.call(own.reset, deadline_s=options.reset_s, **given)
             messages = self._with(begin(task.messages, options.system_prompt), said)
-            await converse(episode, messages, toolbox, options.max_turns)
+            await ToolTurns(episode, messages, toolbox, options.max_turns).answer()
             return outcome(await self._reward(own, thread), toolbox.measures)
-        finally:
-            closing = getattr(own, "close", None)
-            await thread.close(*([closing] if callable(closing) else []))
 
     def _with(self, messages: list[Message], said: Any) -> list[Message]:
         """Return the messages with what `reset` returned behind the last one of the user."""
@@ -91,9 +85,6 @@ class EnvironmentFactoryAgent:
             return None
         reward = await thread.call(own.get_reward, deadline_s=self._options.reset_s)
         return None if reward is None else finite(reward, f"{self._options.factory}: what get_reward returned")
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
 
 
 def _tool_names(own: object) -> list[str]:

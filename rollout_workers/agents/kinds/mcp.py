@@ -16,11 +16,20 @@ from msgspec import Meta
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Tool
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import Tool, begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome, Resume
+from headway.rollout_workers.agents.tools.threads import CallDeadlineError
+from headway.rollout_workers.agents.tools.toolbox import (
+    ArgumentsError,
+    Count,
+    Seconds,
+    Toolbox,
+    ToolError,
+    ToolLimits,
+    ToolTurns,
+)
 
-from .base import CallDeadlineError, Resume, begin, check_program, outcome, program_path
-from .toolbox import ArgumentsError, Count, Seconds, Toolbox, ToolFailedError, ToolLimits, converse
+from .base import check_program, outcome, program_path
 
 MOST_PAGES = 100
 """The most pages of tools that are asked of a server."""
@@ -61,7 +70,7 @@ class ServerFailedError(HeadwayError):
     """An MCP server cannot be started or reached, or speaks another protocol."""
 
 
-class McpAgent:
+class McpAgent(Agent):
     """Opens sessions for each episode. The run's reward functions score the last answer."""
 
     def __init__(self, options: McpOptions, roots: ImportRoots, where: str) -> None:
@@ -82,7 +91,8 @@ class McpAgent:
         async with _Sessions() as sessions:
             try:
                 toolbox = Toolbox(await self._tools(sessions), options)
-                await converse(episode, begin(task.messages, options.system_prompt), toolbox, options.max_turns)
+                messages = begin(task.messages, options.system_prompt)
+                await ToolTurns(episode, messages, toolbox, options.max_turns).answer()
                 result = outcome(None, toolbox.measures)
             except Exception as error:  # noqa: BLE001 - the sessions would put it into a group of errors
                 raised = error
@@ -91,7 +101,7 @@ class McpAgent:
         return result
 
     async def check(self) -> None:
-        """See CheckedAgent. Raises ServerFailedError."""
+        """See Agent. Raises ServerFailedError."""
         raised: Exception | None = None
         async with _Sessions() as sessions:
             try:
@@ -136,9 +146,6 @@ class McpAgent:
         )
         async with stdio_client(parameters, errlog=sys.stderr) as streams:
             yield streams
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
 
 
 class _Sessions:
@@ -205,7 +212,7 @@ class McpTool:
         }
 
     async def call(self, arguments: str, deadline_s: float) -> Any:
-        """Call it. Raises ArgumentsError, CallDeadlineError, and ToolFailedError where it answers with an error."""
+        """Call it. Raises ArgumentsError, CallDeadlineError, and ToolError where it answers with an error."""
         try:
             given = msgspec.json.decode(arguments.strip() or "{}", type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -219,7 +226,7 @@ class McpTool:
             raise
         text = "\n".join(map(_text, result.get("content") or []))
         if result.get("isError"):
-            raise ToolFailedError(f"failed: {text}")
+            raise ToolError(f"{self.name} failed: {text}")
         return text
 
 

@@ -14,12 +14,12 @@ import msgspec
 
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import Message, begin
+from headway.rollout_workers.agents.episode import Agent, AgentAnswer, AgentEpisode, AgentTask, Outcome, Resume
+from headway.rollout_workers.agents.tools.threads import CallDeadlineError, uncancelled
+from headway.rollout_workers.agents.tools.toolbox import Count, Seconds
 
-from .base import CallDeadlineError, Resume, ShapeError, begin, finite, outcome, truth
-from .threads import uncancelled
-from .toolbox import Count, Seconds
+from .base import ShapeError, finite, outcome, truth
 from .turns import TurnReply, observed, play
 
 HEARTBEAT_S = 20.0
@@ -59,7 +59,7 @@ class EnvironmentServerError(HeadwayError):
     """The environment's server cannot be reached, or says that it failed."""
 
 
-class OpenEnvAgent:
+class OpenEnvAgent(Agent):
     """Opens a connection, and with it an environment, for each episode. Rewards are those of single turns."""
 
     def __init__(self, options: OpenEnvOptions, roots: ImportRoots, where: str) -> None:
@@ -68,7 +68,7 @@ class OpenEnvAgent:
             raise ConfigError(f"{where}.base_url: {options.base_url!r} is no address such as http://127.0.0.1:8000.")
         self._url = f"{scheme.replace('http', 'ws')}://{rest}/ws"
         self._options = options
-        self.resume: Resume = options.resume
+        self.resume = options.resume
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
@@ -95,9 +95,6 @@ class OpenEnvAgent:
                 raise ShapeError(f"{self._url}: an observation has no field {name!r}: {observation!r:.200}.")
             observation = observation[name]
         return observed(observation, self._options.max_observation_chars, f"{self._url}: its observation")
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
 
 
 class _Connection:

@@ -7,13 +7,13 @@ from typing import Any
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots, in_one_paragraph
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.threads import EpisodeThread
 
-from .base import Agent, ShapeError, finite, resume_of
-from .threads import EpisodeThread
+from .base import resume_of
 
 
-class OwnAgent:
+class OwnAgent(Agent):
     """Calls the user's function, or the method of one object that is made with the options."""
 
     def __init__(self, path: str, options: Mapping[str, Any], roots: ImportRoots, where: str) -> None:
@@ -25,27 +25,16 @@ class OwnAgent:
                 self._object = own(**options)
             self._rollout = getattr(self._object, "rollout", own)
         _check(path, self._rollout, where)
-        self._path = path
         self.resume = resume_of(own if self._object is None else self._object, f"{where}.kind")
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
-        """Play one episode. Raises ShapeError for a result that is no outcome."""
-        result = await self._rollout(episode, task)
-        if result is None:
-            return None
-        if isinstance(result, Mapping):
-            return {str(name): finite(value, f"{self._path}: {name!r} in its result") for name, value in result.items()}
-        if isinstance(result, str | bytes):
-            raise ShapeError(
-                f"{self._path} returned {result!r:.200}; it must return a number, several by names, or None."
-            )
-        return finite(result, f"{self._path}: its result")
+        """Play one episode."""
+        returned: Outcome = await self._rollout(episode, task)
+        return returned
 
     async def close(self) -> None:
         """Call the object's own `close`, where it has one."""
-        closing = getattr(self._object, "close", None)
-        if callable(closing):
-            await EpisodeThread().close(closing)
+        await EpisodeThread().close(self._object)
 
 
 def _check(path: str, rollout: Callable[..., Any], where: str) -> None:
@@ -60,8 +49,3 @@ def _check(path: str, rollout: Callable[..., Any], where: str) -> None:
     except TypeError as error:
         called = ", ".join(("episode", "task", *(f"{name}=..." for name in options)))
         raise ConfigError(f"{where}.kind: {path!r} cannot be called as rollout({called}): {error}.") from error
-
-
-def open_own(path: str, options: Mapping[str, Any], roots: ImportRoots, where: str) -> Agent:
-    """Open the user's own agent. Raises ConfigError."""
-    return OwnAgent(path, options, roots, where)

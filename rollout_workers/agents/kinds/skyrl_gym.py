@@ -11,15 +11,15 @@ import msgspec
 from headway.broker.errors import ConfigError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import Message, begin
+from headway.rollout_workers.agents.episode import Agent, AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.threads import EpisodeThread, made_in_thread
+from headway.rollout_workers.agents.tools.toolbox import Count, Seconds
 
 from .base import (
-    Resume,
     Settings,
     ShapeError,
     accepted,
-    begin,
     check_methods,
     finite,
     messages_of,
@@ -29,8 +29,6 @@ from .base import (
     row_of,
     truth,
 )
-from .threads import EpisodeThread
-from .toolbox import Count, Seconds
 from .turns import TurnReply, play
 
 SHAPE = "a dict with observations, reward, done and metadata"
@@ -51,7 +49,7 @@ class SkyrlGymOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A call that takes longer ends its episode."""
 
 
-class SkyrlGymAgent:
+class SkyrlGymAgent(Agent):
     """Makes an environment for each episode. Rewards are those of single turns."""
 
     def __init__(self, options: SkyrlGymOptions, roots: ImportRoots, where: str) -> None:
@@ -59,20 +57,14 @@ class SkyrlGymAgent:
         self._key = f"{where}.environment"
         self._make = _class_of(options.environment, roots, self._key)
         check_methods(self._make, ["init", "step"], "an environment of SkyRL-Gym's shape", self._key)
-        self.resume: Resume = resume_of(self._make, self._key)
+        self.resume = resume_of(self._make, self._key)
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
-        thread, options = EpisodeThread(), self._options
-        own: Any = None
-        try:
-            given = {"env_config": Settings(options.env_config), "extras": self._extras(task)}
-            given = accepted(self._make, given, options.environment)
-            own = await thread.call(self._make, deadline_s=options.step_s, **given)
+        given = {"env_config": Settings(self._options.env_config), "extras": self._extras(task)}
+        given = accepted(self._make, given, self._options.environment)
+        async with made_in_thread(self._make, self._options.step_s, given) as (own, thread):
             return await self._play(own, thread, episode, task)
-        finally:
-            closing = getattr(own, "close", None)
-            await thread.close(*([closing] if callable(closing) else []))
 
     async def _play(self, own: Any, thread: EpisodeThread, episode: AgentEpisode, task: AgentTask) -> Outcome:
         options, what = self._options, f"{self._options.environment}: step"
@@ -95,9 +87,6 @@ class SkyrlGymAgent:
         truth = {"ground_truth": task.ground_truth}
         ours = {"reward_spec": truth, "reward_model": truth, "max_turns": self._options.max_turns}
         return {**ours, **row_of(task)}
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
 
 
 def _class_of(environment: str, roots: ImportRoots, where: str) -> Any:

@@ -16,12 +16,12 @@ import numpy
 from headway.broker.errors import ConfigError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import Message, begin
+from headway.rollout_workers.agents.episode import Agent, AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.threads import EpisodeThread
+from headway.rollout_workers.agents.tools.toolbox import Count, Seconds, cut
 
-from .base import Resume, ShapeError, begin, cut, finite, outcome, truth
-from .threads import EpisodeThread
-from .toolbox import Count, Seconds
+from .base import ShapeError, finite, outcome, truth
 from .turns import TurnReply, play
 
 DRAWS = Lock()
@@ -45,10 +45,8 @@ class TextArenaOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The rest of a longer observation is cut off."""
 
 
-class TextArenaAgent:
+class TextArenaAgent(Agent):
     """Makes a game for each episode; its reward is the player's."""
-
-    resume: Resume = "replay"
 
     def __init__(self, options: TextArenaOptions, roots: ImportRoots, where: str) -> None:
         check_extra("textarena", "textarena", f"{where.removesuffix('.options')}.kind=textarena")
@@ -74,9 +72,6 @@ class TextArenaAgent:
             return outcome(reward, {**measures, "steps": float(turns)}) if turns else None
         finally:
             await thread.close()
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
 
 
 class _Game:

@@ -5,12 +5,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome, Resume
+from headway.rollout_workers.agents.tools.threads import EpisodeThread
+from headway.rollout_workers.agents.tools.toolbox import Count, Toolbox, ToolLimits, ToolTurns
+from headway.rollout_workers.agents.tools.typed_functions import FunctionTool, TypedFunction, check_names
 
-from .base import Resume, begin, outcome, resume_of
-from .threads import EpisodeThread
-from .toolbox import Count, FunctionTool, Toolbox, ToolLimits, check_names, converse
-from .typed_functions import TypedFunction
+from .base import outcome, resume_of
 
 
 class ToolsOptions(ToolLimits, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class ToolsOptions(ToolLimits, frozen=True, kw_only=True):
     attribute `resume`."""
 
 
-class ToolsAgent:
+class ToolsAgent(Agent):
     """Offers the same functions to each episode. The run's reward functions score the last answer."""
 
     def __init__(self, options: ToolsOptions, roots: ImportRoots, where: str) -> None:
@@ -45,10 +46,7 @@ class ToolsAgent:
         toolbox = Toolbox([FunctionTool(one, thread) for one in self._functions], self._options)
         try:
             messages = begin(task.messages, self._options.system_prompt)
-            await converse(episode, messages, toolbox, self._options.max_turns)
+            await ToolTurns(episode, messages, toolbox, self._options.max_turns).answer()
         finally:
             await thread.close()
         return outcome(None, toolbox.measures)
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode
+from headway.rollout_workers.agents.tools.toolbox import cut, text_of
 
-from .base import ShapeError, cut, messages_of
-from .toolbox import text_of
+from .base import ShapeError, messages_of
 
 
 class TurnReply(NamedTuple):
@@ -29,7 +29,7 @@ async def play(
 ) -> int:
     """Let the model and the environment answer each other; return the number of the model's answers. `messages` grows.
 
-    An answer that its length cut still counts as an action, and is the last one."""
+    The text of an answer that was cut still counts as an action, and is the last one."""
     for turn in range(max_turns):
         answer = await episode.chat(messages, tools=tools)
         if answer.is_over:

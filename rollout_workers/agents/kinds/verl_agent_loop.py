@@ -16,11 +16,11 @@ import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.episode import AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.episode import Agent, AgentAnswer, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.threads import EpisodeThread
+from headway.rollout_workers.agents.tools.toolbox import Seconds
 
-from .base import Resume, Settings, ShapeError, accepted, check_methods, finite, numbers_of, outcome, resume_of, row_of
-from .threads import EpisodeThread
-from .toolbox import Seconds
+from .base import Settings, ShapeError, accepted, check_methods, finite, numbers_of, outcome, resume_of, row_of
 
 LENGTHS = ("max_tokens", "max_new_tokens")
 """The settings of a call that are honoured; the run's own decide over all others."""
@@ -90,7 +90,7 @@ class ServerManager:
         return min(lengths) if lengths else None
 
 
-class VerlAgentLoopAgent:
+class VerlAgentLoopAgent(Agent):
     """Makes an object for each episode."""
 
     def __init__(self, options: VerlAgentLoopOptions, roots: ImportRoots, where: str) -> None:
@@ -99,7 +99,7 @@ class VerlAgentLoopAgent:
         check_methods(self._class, ["run"], "an AgentLoop of verl's shape", f"{where}.loop")
         if not inspect.iscoroutinefunction(inspect.unwrap(self._class.run)):
             raise ConfigError(f"{where}.loop: {options.loop}: write async def run(self, sampling_params, **row).")
-        self.resume: Resume = resume_of(self._class, f"{where}.loop")
+        self.resume = resume_of(self._class, f"{where}.loop")
         self._tokenizer = _tokenizer(options.tokenizer, f"{where}.tokenizer") if options.tokenizer else None
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
@@ -131,9 +131,6 @@ class VerlAgentLoopAgent:
             "dataset_cls": None,
             "data_config": Settings({"config": config.get("data", {})}),
         }
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing."""
 
 
 def _output(answer: AgentAnswer) -> TokenOutput:

@@ -1,6 +1,6 @@
 """Sandboxes run code that a model wrote, confined in time, memory, processes, files, network and output.
 
-    tool.py ──code──► Sandbox (`base.py`) ── monty.py       a subset of Python in an interpreter without the machine
+    a tool ───code──► Sandbox (`base.py`) ── monty.py       a subset of Python in an interpreter without the machine
       ▲                  │                └─ launched.py ── launcher.py (a process for each run) ── what confines it:
       └──── Ran ─────────┘                     landlocked.py   sandlock: Landlock and seccomp; no privileges
             outcome, output                    bubblewrap.py   namespaces
@@ -12,9 +12,6 @@ is an error that names the remedy, and nothing takes its place.
 """
 
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import check_extra
@@ -23,7 +20,7 @@ from .base import Ran, Sandbox, SandboxOptions
 
 KINDS = ("monty", "sandlock", "bubblewrap", "container")
 
-__all__ = ["KINDS", "Ran", "Sandbox", "SandboxOptions", "Sandboxes", "open_sandbox", "open_sandboxes", "read_options"]
+__all__ = ["KINDS", "Ran", "Sandbox", "SandboxOptions", "Sandboxes", "open_sandboxes"]
 
 
 class Sandboxes:
@@ -47,20 +44,6 @@ async def open_sandboxes(kind: str = "monty", options: SandboxOptions | None = N
     open_one = _opener(kind, chosen)
     await check(open_one, chosen)
     return Sandboxes(kind, chosen, open_one)
-
-
-async def open_sandbox(kind: str = "monty", options: SandboxOptions | None = None) -> Sandbox:
-    """Return one sandbox of a kind, verified. Raises ConfigError as `open_sandboxes` does."""
-    return (await open_sandboxes(kind, options)).open()
-
-
-def read_options(settings: dict[str, Any]) -> SandboxOptions:
-    """Return options as a recipe writes them. Raises ConfigError for a wrong or unknown key."""
-    try:
-        return msgspec.convert(settings, SandboxOptions)
-    except msgspec.ValidationError as error:
-        keys = ", ".join(field.name for field in msgspec.structs.fields(SandboxOptions))
-        raise ConfigError(f"The sandbox's options are wrong: {error}. Its keys are {keys}.") from None
 
 
 def _opener(kind: str, options: SandboxOptions) -> Callable[[SandboxOptions], Sandbox]:

@@ -10,7 +10,6 @@
     retail.py        a desk of a shop: orders, six tools, a customer with wishes
     retrieval.py     questions that passages of a local file answer
     python_math.py   tasks of reasoning-gym with a Python interpreter
-    tool_turns.py    the loop that they share: answer, tool calls, answer
 
 The invariant: what a task says depends on the prompt, its seed and the model's answers alone. So an interrupted episode
 is played again from its recorded turns (`resume = "replay"`).

@@ -9,16 +9,16 @@ as ground truths; without a modulus the calculator is exact.
 import ast
 import operator
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
-
-from .tool_turns import TextTool, ToolError, ToolTurns
+from headway.rollout_workers.agents.conversation import begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.text_tools import TextTool
+from headway.rollout_workers.agents.tools.toolbox import Toolbox, ToolError, ToolTurns
 
 LONGEST_EXPRESSION = 200
 LARGEST = 10**60
@@ -39,10 +39,8 @@ class CalculatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The most answers of the model."""
 
 
-class Calculator:
+class Calculator(Agent):
     """Reward 1 for the right result behind the mark in an answer that was not cut, else 0."""
-
-    resume: Literal["replay", "restart"] = "replay"
 
     def __init__(self, options: CalculatorOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
@@ -51,22 +49,11 @@ class Calculator:
         """Play one episode. Raises ValueError for a prompt without a ground truth or with an unusable modulus."""
         if not isinstance(task.ground_truth, str | int | float):
             raise ValueError(f"task {task.id}: the ground truth {task.ground_truth!r:.80} is no number")
-        system: list[Message] = [{"role": "system", "content": self._options.instructions}]
-        messages = [*(system if self._options.instructions else []), *task.messages]
-        tools = [calculator(_modulus(task))]
-        turns = ToolTurns(
-            episode=episode,
-            messages=messages,
-            tools=tools,
-            max_turns=self._options.max_turns,
-            error_text=self._options.error_text,
-        )
+        toolbox = Toolbox([calculator(_modulus(task))], error_text=self._options.error_text)
+        turns = ToolTurns(episode, begin(task.messages, self._options.instructions), toolbox, self._options.max_turns)
         answer = await turns.answer()
         is_right = not turns.is_cut and self._is_right(answer, str(task.ground_truth))
-        return turns.measures(float(is_right))
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing that is to be freed."""
+        return {"reward": float(is_right), "turns": float(turns.turns), **toolbox.measures}
 
     def _is_right(self, answer: str | None, truth: str) -> bool:
         _, mark, result = (answer or "").rpartition(self._options.answer_mark)
@@ -77,14 +64,15 @@ def calculator(modulus: int = 0) -> TextTool:
     """Return the tool; with a modulus its results are whole numbers below that."""
 
     def calculate(expression: str) -> str:
-        return _written(evaluate(expression), modulus)
+        return calculated(expression, modulus)
 
-    return TextTool(
-        name="calculate",
-        description="Works out an expression of numbers, + - * / and parentheses.",
-        call=calculate,
-        parameters={"expression": "such as 12*(3+4)"},
-    )
+    parameters = {"expression": "such as 12*(3+4)"}
+    return TextTool(calculate, "Works out an expression of numbers, + - * / and parentheses.", parameters)
+
+
+def calculated(expression: str, modulus: int = 0) -> str:
+    """Return an expression's value as the calculator writes it. Raises ToolError."""
+    return _written(evaluate(expression), modulus)
 
 
 def evaluate(expression: str) -> Fraction:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -10,7 +10,7 @@ from msgspec import Meta
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
 
 _NUMBER = re.compile(r"-?\d{1,12}(?!\d)")
 
@@ -30,10 +30,8 @@ class GuessNumberOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Said for an answer whose last number is not among these, which counts as a guess."""
 
 
-class GuessNumber:
+class GuessNumber(Agent):
     """Reward 1 for the number within the guesses, else 0. The last number of an answer is the guess."""
-
-    resume: Literal["replay", "restart"] = "replay"
 
     def __init__(self, options: GuessNumberOptions, roots: ImportRoots, where: str) -> None:
         if options.low >= options.high:
@@ -53,9 +51,6 @@ class GuessNumber:
                 return {"reward": 1.0, "guesses": float(used)}
             messages += [answer.message, {"role": "user", "content": self._hint(guess, hidden)}]
         return {"reward": 0.0, "guesses": float(self._options.guesses)}
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing that is to be freed."""
 
     def _guess(self, text: str) -> int | None:
         found = _NUMBER.findall(text)

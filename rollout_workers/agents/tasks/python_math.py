@@ -11,16 +11,20 @@ from msgspec import Meta
 
 from headway.broker.schema import Prompt
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
-from headway.rollout_workers.agents.sandbox import Sandbox, Sandboxes, SandboxOptions, open_sandboxes
-from headway.rollout_workers.agents.sandbox.tool import PythonTool, shown
+from headway.rollout_workers.agents.conversation import begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.sandbox import Ran, Sandbox, Sandboxes, SandboxOptions, open_sandboxes
+from headway.rollout_workers.agents.tools.text_tools import TextTool
+from headway.rollout_workers.agents.tools.toolbox import Toolbox, ToolError, ToolTurns
 from headway.rollout_workers.rewards import check_installed
 from headway.rollout_workers.rewards.reasoning_gym_reward import ReasoningGymReward
 
-from .tool_turns import TextTool, ToolError, ToolTurns
-
 JUDGE_S = 30.0
+STATE = {
+    True: "Names that earlier calls defined are kept.",
+    False: "Each call begins afresh: nothing of earlier calls is kept.",
+}
+SUBSET = " Only a subset of Python is there: no third-party packages, few modules of the standard library."
 
 
 class PythonMathOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +45,8 @@ class PythonMathOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The verifier's own score, where it gives one between 0 and 1, in the place of 0."""
 
 
-class PythonMath:
+class PythonMath(Agent):
     """Reward 1 for an answer that the verifier finds entirely right, else 0, or `partial_credit`."""
-
-    resume: Literal["replay", "restart"] = "replay"
 
     def __init__(self, options: PythonMathOptions, roots: ImportRoots, where: str) -> None:
         """Raises ConfigError if reasoning-gym is not installed."""
@@ -59,16 +61,16 @@ class PythonMath:
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode. Raises ConfigError where the sandbox does not confine code on this machine, and RewardError
         for a prompt that is no task of reasoning-gym."""
-        system: list[Message] = [{"role": "system", "content": self._options.instructions}]
-        messages = [*(system if self._options.instructions else []), *task.messages]
         async with (await self._opened()).open() as sandbox:
-            tools = [python_tool(sandbox, self._options.shown_characters)]
-            turns = ToolTurns(episode=episode, messages=messages, tools=tools, max_turns=self._options.max_turns)
+            messages, tool = begin(task.messages, self._options.instructions), python_tool(sandbox, self._options)
+            toolbox = Toolbox([tool])
+            turns = ToolTurns(episode, messages, toolbox, self._options.max_turns)
             answer = await turns.answer()
-        return turns.measures(await self._reward(task, answer or ""))
+        reward = await self._reward(task, answer or "")
+        return {"reward": reward, "turns": float(turns.turns), **toolbox.measures}
 
     async def check(self) -> None:
-        """See CheckedAgent. Raises ConfigError where the sandbox does not confine code on this machine."""
+        """See Agent. Raises ConfigError where the sandbox does not confine code on this machine."""
         await self._opened()
 
     async def close(self) -> None:
@@ -88,15 +90,24 @@ class PythonMath:
         return self._sandboxes
 
 
-def python_tool(sandbox: Sandbox, shown_characters: int) -> TextTool:
+def python_tool(sandbox: Sandbox, options: PythonMathOptions) -> TextTool:
     """Return the tool that runs code in this sandbox."""
-    schema = PythonTool(sandbox).schema["function"]
 
     async def python(code: str) -> str:
         ran = await sandbox.run(code)
         if ran.outcome != "ok":
-            raise ToolError(shown(ran)[-shown_characters:])  # the end of an error names its cause
-        return shown(ran)[:shown_characters]
+            raise ToolError(shown(ran)[-options.shown_characters :])  # the end of an error names its cause
+        return shown(ran)[: options.shown_characters]
 
-    meanings = {name: about["description"] for name, about in schema["parameters"]["properties"].items()}
-    return TextTool(name=schema["name"], description=schema["description"], call=python, parameters=meanings)
+    says = f"Runs Python code, and returns what it prints. {STATE[sandbox.keeps_state]}"
+    subset = SUBSET if sandbox.kind == "monty" else ""
+    description = f"{says}{subset} A call may take {sandbox.options.seconds:g} seconds."
+    return TextTool(python, description, {"code": "The code. Print what you want to see."})
+
+
+def shown(ran: Ran) -> str:
+    """Return a run as the model reads it."""
+    parts = [part.rstrip("\n") for part in (ran.output, ran.error) if part.strip()]
+    if ran.outcome not in ("ok", "raised"):
+        parts.append(f"Error: {ran.outcome}")
+    return "\n".join(parts) or ("(no output)" if ran.outcome == "ok" else "Error: the code ended with an error.")

@@ -8,17 +8,17 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.conversation import begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.toolbox import Toolbox, ToolTurns
 
 from .retail_desk import COLOURS, ORDERS_EACH, REASONS, Desk, draw_address
-from .tool_turns import ToolTurns
 
 RULES = (
     "You serve the desk of a shop. Ask for the customer's e-mail address before anything else. A pending order can be"
@@ -45,10 +45,8 @@ class Wish:
     """Does it; None: the rules forbid it."""
 
 
-class Retail:
+class Retail(Agent):
     """Reward 1 if the database ends exactly as the wishes and the rules want it, else 0."""
-
-    resume: Literal["replay", "restart"] = "replay"
 
     def __init__(self, options: RetailOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
@@ -63,16 +61,13 @@ class Retail:
         for wish in wishes:
             if wish.grant:
                 wish.grant(wanted)
-        messages: list[Message] = [{"role": "system", "content": RULES}]
-        turns = ToolTurns(episode=episode, messages=messages, tools=desk.tools, max_turns=self._options.max_turns)
+        toolbox = Toolbox(desk.tools)
+        turns = ToolTurns(episode, begin([], RULES), toolbox, self._options.max_turns)
         for line in script(desk.customers[email]["name"], email, wishes):
-            messages.append({"role": "user", "content": line})
+            turns.messages.append({"role": "user", "content": line})
             if await turns.answer() is None or turns.is_over:
                 break
-        return turns.measures(float(desk == wanted))
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing that is to be freed."""
+        return {"reward": float(desk == wanted), "turns": float(turns.turns), **toolbox.measures}
 
 
 def script(name: str, email: str, wishes: list[Wish]) -> list[str]:

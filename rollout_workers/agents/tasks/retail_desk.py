@@ -5,7 +5,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from .tool_turns import TextTool, ToolError
+from headway.rollout_workers.agents.tools.text_tools import TextTool
+from headway.rollout_workers.agents.tools.toolbox import ToolError
 
 NAMES = ("Ada Berg", "Ben Cole", "Chi Dang", "Dora Eng", "Emil Frey", "Fay Gold", "Gus Hill", "Ida Jung")
 STREETS = ("Oak Lane", "Mill Road", "High Street", "Park Row", "Lake View", "Station Road")
@@ -49,35 +50,20 @@ class Desk:
         order = {"order": "number of the order, such as W1234"}
         return [
             TextTool(
-                name="find_customer",
-                description="Shows a customer's name, address and orders.",
-                call=self.find_customer,
-                parameters={"email": "the customer's e-mail address"},
+                self.find_customer,
+                "Shows a customer's name, address and orders.",
+                {"email": "the customer's e-mail address"},
             ),
-            TextTool(name="get_order", description="Shows an order.", call=self.get_order, parameters=order),
+            TextTool(self.get_order, "Shows an order.", order),
+            TextTool(self.cancel_order, "Cancels a pending order.", {**order, "reason": " or ".join(REASONS)}),
             TextTool(
-                name="cancel_order",
-                description="Cancels a pending order.",
-                call=self.cancel_order,
-                parameters={**order, "reason": " or ".join(REASONS)},
+                self.change_address, "Changes where a pending order is sent.", {**order, "address": "the new address"}
             ),
+            TextTool(self.return_order, "Takes a delivered order back.", order),
             TextTool(
-                name="change_address",
-                description="Changes where a pending order is sent.",
-                call=self.change_address,
-                parameters={**order, "address": "the new address"},
-            ),
-            TextTool(
-                name="return_order",
-                description="Takes a delivered order back.",
-                call=self.return_order,
-                parameters=order,
-            ),
-            TextTool(
-                name="exchange_order",
-                description="Exchanges the item of a delivered order for one of another colour.",
-                call=self.exchange_order,
-                parameters={**order, "colour": ", ".join(COLOURS)},
+                self.exchange_order,
+                "Exchanges the item of a delivered order for one of another colour.",
+                {**order, "colour": ", ".join(COLOURS)},
             ),
         ]
 

@@ -11,17 +11,17 @@ import re
 import string
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.errors import ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
-
-from .tool_turns import TextTool, ToolTurns
+from headway.rollout_workers.agents.conversation import begin
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.tools.text_tools import TextTool
+from headway.rollout_workers.agents.tools.toolbox import Toolbox, ToolTurns
 
 SATURATION, LENGTH_SHARE = 1.2, 0.75
 """BM25's k1 and b."""
@@ -49,10 +49,8 @@ class RetrievalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A wrong answer gets the share of words that it has in common with a right one (F1), in the place of 0."""
 
 
-class Retrieval:
+class Retrieval(Agent):
     """Reward 1 for a right answer, without regard to case, punctuation and articles; else 0, or `partial_credit`."""
-
-    resume: Literal["replay", "restart"] = "replay"
 
     def __init__(self, options: RetrievalOptions, roots: ImportRoots, where: str) -> None:
         """Raises ConfigError for a file that cannot be read."""
@@ -64,22 +62,16 @@ class Retrieval:
         truths = [task.ground_truth] if isinstance(task.ground_truth, str) else task.ground_truth
         if not isinstance(truths, list) or not truths or not all(isinstance(truth, str) for truth in truths):
             raise ValueError(f"task {task.id}: the ground truth {task.ground_truth!r:.80} is no text, nor a list of it")
-        system: list[Message] = [{"role": "system", "content": self._options.instructions}]
-        messages = [*(system if self._options.instructions else []), *task.messages]
-        turns = ToolTurns(episode=episode, messages=messages, tools=[self._search()], max_turns=self._options.max_turns)
-        answer = await turns.answer()
-        return turns.measures(self._reward(answer or "", truths))
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing that is to be freed."""
+        messages, toolbox = begin(task.messages, self._options.instructions), Toolbox([self._search()])
+        turns = ToolTurns(episode, messages, toolbox, self._options.max_turns)
+        reward = self._reward(await turns.answer() or "", truths)
+        return {"reward": reward, "turns": float(turns.turns), **toolbox.measures}
 
     def _search(self) -> TextTool:
-        return TextTool(
-            name="search",
-            description="Finds the passages that fit some words best.",
-            call=lambda query: self._index.found(query, self._options.passages) or "nothing found",
-            parameters={"query": "a few words"},
-        )
+        def search(query: str) -> str:
+            return self._index.found(query, self._options.passages) or "nothing found"
+
+        return TextTool(search, "Finds the passages that fit some words best.", {"query": "a few words"})
 
     def _reward(self, text: str, truths: list[str]) -> float:
         _, mark, answer = text.rpartition(self._options.answer_mark)

@@ -7,14 +7,14 @@ remembered. The chest takes one number; a wrong one locks it for good.
 import random
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
-from headway.rollout_workers.agents.episode import AgentEpisode, AgentTask, Outcome
+from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome
 
 DIRECTIONS = {"north": (0, 1), "south": (0, -1), "east": (1, 0), "west": (-1, 0)}
 ROOMS = ("hall", "kitchen", "cellar", "library", "attic", "garden", "stable", "chapel", "study", "workshop", "pantry",
@@ -39,10 +39,8 @@ class TextGameOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The reward of an episode that read the note and did not open the chest."""
 
 
-class TextGame:
+class TextGame(Agent):
     """Reward 1 for the open chest, else 0, or `found_note_reward` where the note was read."""
-
-    resume: Literal["replay", "restart"] = "replay"
 
     def __init__(self, options: TextGameOptions, roots: ImportRoots, where: str) -> None:
         self._options = options
@@ -61,9 +59,6 @@ class TextGame:
         credit = self._options.found_note_reward if house.note_is_read else 0.0
         reward = 1.0 if house.chest_is_open else credit
         return {"reward": reward, "turns": float(turns), "rooms_seen": float(len(house.seen))}
-
-    async def close(self) -> None:
-        """Do nothing: episodes share nothing that is to be freed."""
 
 
 @dataclass(kw_only=True)

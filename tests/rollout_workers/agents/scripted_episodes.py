@@ -23,10 +23,17 @@ class ScriptedEpisode(AgentEpisode):
     """Answers each call by `model`, and keeps what was asked and given."""
 
     def __init__(
-        self, model: Model, *, base_url: str = "http://127.0.0.1:9/s/lease/v1", api_key: str = "secret"
+        self,
+        model: Model,
+        *,
+        base_url: str = "http://127.0.0.1:9/s/lease/v1",
+        api_key: str = "secret",
+        finish_reason: str = "",
     ) -> None:
+        """`finish_reason`: of all answers, in the place of what they are."""
         super().__init__(base_url, api_key, self._answer)
         self._model = model
+        self._finish_reason = finish_reason
         self._numbers = itertools.count(1)
         self.asked: list[dict[str, Any]] = []
         """The calls of the model."""
@@ -58,7 +65,7 @@ class ScriptedEpisode(AgentEpisode):
             content=text,
             tool_calls=parsed.tool_calls,
             message=parsed.message(),
-            finish_reason="tool_calls" if calls else "stop",
+            finish_reason=self._finish_reason or ("tool_calls" if calls else "stop"),
             prompt_token_ids=list(range(length)),
             token_ids=[length, 0],
             logprobs=[-0.5, -0.25],

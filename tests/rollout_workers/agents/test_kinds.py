@@ -242,7 +242,6 @@ def test_an_agent_that_lacks_something_is_refused(kind: str, options: dict[str, 
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        ("@says_text", {}, r"says_text returned '1.0'; it must return a number"),
         (
             "environment",
             {"environment": "@Wrong", "arguments": {"returns": "no"}},

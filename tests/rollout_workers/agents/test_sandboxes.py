@@ -1,6 +1,7 @@
 """One contract for all kinds of sandboxes: what a run gets and gives, its limits, and its end."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -15,9 +16,11 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents import sandbox as sandbox_module
-from headway.rollout_workers.agents.sandbox import Sandbox, SandboxOptions, open_sandboxes, read_options
+from headway.rollout_workers.agents.conversation import ToolCall
+from headway.rollout_workers.agents.sandbox import Sandbox, SandboxOptions, open_sandboxes
 from headway.rollout_workers.agents.sandbox.canary import check
-from headway.rollout_workers.agents.sandbox.tool import python_tool
+from headway.rollout_workers.agents.tasks.python_math import PythonMathOptions, python_tool
+from headway.rollout_workers.agents.tools.toolbox import Toolbox
 from tests.rollout_workers.agents.sandbox_kinds import HERE, UnconfinedSandbox, children, named, open_one, until
 
 CPYTHON = [kind for kind in HERE if kind != "monty"]
@@ -300,23 +303,18 @@ async def test_a_program_that_confines_nothing_is_found(tmp_path: Path) -> None:
         await open_sandboxes("bubblewrap", SandboxOptions(seconds=600, bubblewrap_command=str(fake)))
 
 
-def test_options_are_read() -> None:
-    assert read_options({"seconds": 3, "processes": 2}) == SandboxOptions(seconds=3, processes=2)
-    for wrong in ({"second": 3}, {"seconds": 0}, {"memory_bytes": 1}, {"readable": "x"}):
-        with pytest.raises(ConfigError, match="Its keys are seconds, memory_bytes"):
-            read_options(wrong)
-
-
-async def test_the_tool(sandbox: Sandbox) -> None:
-    tool = python_tool(sandbox)
-    assert tool.schema["function"]["name"] == "python"
-    assert await tool({"code": "print(6 * 7)"}) == "42"
-    assert await tool.call('{"code": "pass"}', 600) == "(no output)"
-    assert "ZeroDivisionError" in await tool({"code": "print(1)\n1/0"})
-    assert (await tool({"code": "x = 'a' * 10**10"})).endswith("Error: memory")
-    for broken in ("", "{", "[]", '"x"', '{"code": 1}', '{"code": "1", "more": 2}', "[" * 100_000):
-        with pytest.raises(ValueError, match="the arguments"):
-            await tool.call(broken, 600)
-    with pytest.raises(TimeoutError):
-        await tool.call('{"code": "while True: pass"}', 0.5)
-    assert await tool({"code": "print(2)"}) == "2"
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("print(6 * 7)", "42"),
+        ("pass", "(no output)"),
+        ("print(1)\n1/0", "ZeroDivisionError"),
+        ("x = 'a' * 10**10", "Error: memory"),
+    ],
+)
+async def test_the_model_reads_what_became_of_its_code(sandbox: Sandbox, code: str, says: str) -> None:
+    toolbox = Toolbox([python_tool(sandbox, PythonMathOptions())])
+    call = ToolCall(id="1", name="python", arguments=json.dumps({"code": code}))
+    (told,) = await toolbox.answers([call])
+    assert says in told["content"]
+    assert toolbox.measures["tool_errors"] == float(says not in ("42", "(no output)"))

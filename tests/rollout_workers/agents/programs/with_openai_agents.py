@@ -11,12 +11,11 @@ from pathlib import Path
 
 from agents import Agent, MaxTurnsExceeded, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
-from headway.rollout_workers.agents.tasks.calculator import calculator
-from headway.rollout_workers.agents.tasks.tool_turns import ToolError
+from headway.rollout_workers.agents.tasks.calculator import calculated
+from headway.rollout_workers.agents.tools.toolbox import ToolError
 
 MOST_TURNS = 6
 task = json.loads(Path(os.environ["HEADWAY_TASK"]).read_text())
-works_out = calculator(task["extra_info"].get("modulus", 0)).call
 
 
 def calculate(expression: str) -> str:
@@ -26,7 +25,7 @@ def calculate(expression: str) -> str:
         expression: such as 12*(3+4)
     """
     try:
-        return str(works_out(expression=expression))
+        return calculated(expression, task["extra_info"].get("modulus", 0))
     except ToolError:
         return "?"
 

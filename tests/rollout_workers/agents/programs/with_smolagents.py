@@ -11,9 +11,7 @@ from pathlib import Path
 
 import smolagents
 
-from headway.rollout_workers.agents.tasks.calculator import calculator
-
-works_out = calculator().call
+from headway.rollout_workers.agents.tasks.calculator import calculated
 
 
 def calculate(expression: str) -> str:
@@ -22,7 +20,7 @@ def calculate(expression: str) -> str:
     Args:
         expression: such as 12*(3+4)
     """
-    return str(works_out(expression=expression))
+    return calculated(expression)
 
 
 task = json.loads(Path(os.environ["HEADWAY_TASK"]).read_text())

@@ -2,13 +2,17 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents.conversation import Tool
+
+from .threads import EpisodeThread
+from .toolbox import ArgumentsError
 
 SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 PARAMETER = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -71,6 +75,30 @@ class TypedFunction:
 
     def _error(self, reason: str) -> ConfigError:
         return ConfigError(f"{self._where}: {self.name} is no tool: {reason}.")
+
+
+class FunctionTool:
+    """A typed Python function, called in the episode's thread: an implementation of `toolbox.OpenTool`."""
+
+    def __init__(self, function: TypedFunction, thread: EpisodeThread) -> None:
+        self.name, self.schema = function.name, function.schema
+        self._function = function
+        self._thread = thread
+
+    async def call(self, arguments: str, deadline_s: float) -> Any:
+        """See OpenTool."""
+        try:
+            given = self._function.read(arguments)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise ArgumentsError(str(error)) from error
+        return await self._thread.call(self._function.function, deadline_s=deadline_s, **given)
+
+
+def check_names(tools: Iterable[TypedFunction], where: str) -> None:
+    """Raise ConfigError where two tools have one name."""
+    for name, count in Counter(tool.name for tool in tools).items():
+        if count > 1:
+            raise ConfigError(f"{where}: {count} tools have the name {name}; give each its own.")
 
 
 def msgspec_type(hint: Any, says: str) -> Any:

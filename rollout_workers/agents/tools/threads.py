@@ -3,19 +3,23 @@
 import asyncio
 import ctypes
 import inspect
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from .base import CallDeadlineError
+from headway.broker.errors import HeadwayError
 
 CLOSE_S = 10.0
 """What an episode held may take so long to be freed, before its thread is interrupted, and again after it."""
 
 INTERRUPT_POLLS = 10
 """A function that is interrupted is waited for so many hundredths of a second."""
+
+
+class CallDeadlineError(HeadwayError):
+    """A call of the user's own code, or of a server, ran past its deadline."""
 
 
 class ExitedError(Exception):
@@ -119,19 +123,19 @@ class EpisodeThread:
             await self._interrupt()
             raise CallDeadlineError(f"ran past its deadline of {deadline_s:g} s") from None
 
-    async def close(self, *closing: Callable[[], Any]) -> None:
-        """Call these functions after whatever still runs, and end the thread. What they raise is passed over: the
-        episode has its outcome. A cancelled caller waits for them all the same."""
-        await uncancelled(self._close(closing))
+    async def close(self, own: object = None) -> None:
+        """Call the `close` of an object, if it has one, after whatever still runs, and end the thread. What that raises
+        is passed over: the episode has its outcome. A cancelled caller waits for it all the same."""
+        await uncancelled(self._close(getattr(own, "close", None)))
 
-    async def _close(self, closing: tuple[Callable[[], Any], ...]) -> None:
-        for function in closing:
+    async def _close(self, closing: Any) -> None:
+        if callable(closing):
             with suppress(Exception, SystemExit):
                 try:
-                    await self.call(function, deadline_s=CLOSE_S)
+                    await self.call(closing, deadline_s=CLOSE_S)
                 except CallDeadlineError:
                     if self._worker is None:  # its thread was left to what hangs
-                        await self.call(function, deadline_s=CLOSE_S)
+                        await self.call(closing, deadline_s=CLOSE_S)
         if self._worker is not None:
             if self._last is not None and not self._last.has_ended.is_set():
                 self._worker.interrupt()
@@ -159,6 +163,19 @@ class EpisodeThread:
             await asyncio.sleep(0.01)
         self._worker.put(None)
         self._worker = None
+
+
+@asynccontextmanager
+async def made_in_thread(
+    make: Callable[..., Any], deadline_s: float, arguments: Mapping[str, Any]
+) -> AsyncIterator[tuple[Any, EpisodeThread]]:
+    """Yield an object of the user's own, and the thread in which it is made and, at the end, closed."""
+    thread, own = EpisodeThread(), None
+    try:
+        own = await thread.call(make, deadline_s=deadline_s, **arguments)
+        yield own, thread
+    finally:
+        await thread.close(own)
 
 
 async def uncancelled(work: Coroutine[Any, Any, None]) -> None:
