@@ -51,8 +51,8 @@ class OpenEnvOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The rest of a longer observation is cut off."""
     headers: dict[str, str] = {}
     """Headers of the request that opens the connection."""
-    resume: Resume = "replay"
-    """restart: where the same seed and the same actions do not lead to the same observations."""
+    resume: Resume = "restart"
+    """replay: where the same seed and the same actions lead to the same observations, and to nothing else."""
 
 
 class EnvironmentServerError(HeadwayError):
