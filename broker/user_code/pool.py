@@ -257,9 +257,14 @@ class Host:
         finally:
             self.calls -= 1
 
-    async def close(self) -> None:
-        """Kill the process."""
+    async def close(self, last_call: str = "", deadline_s: float = END_S) -> None:
+        """Kill the process, after a last call of this method, if it is given one, which may free what it holds."""
         if self._process is not None:
+            if last_call and not self._process.is_lost:
+                try:
+                    await self._process.call(last_call, [], deadline_s)
+                except UserCodeError as error:
+                    log.warning("%s: closing it %s", self._program.name, error)
             await self._process.lose("was closed")
             self._process = None
 
@@ -275,6 +280,7 @@ class HostPool:
         self._shared = [Host(program) for _ in range(processes)]
         self._alone = Host(program, most_places=1)
         self._warming: asyncio.Future[list[Any]] | None = None
+        self._is_closed = False
         self.repeated = 0
         """Calls that had to be made once more."""
 
@@ -307,7 +313,7 @@ class HostPool:
             except RefusedError:
                 raise
             except UserCodeError as error:
-                if on_lost is not None and not isinstance(error, HostLostError):
+                if self._is_closed or (on_lost is not None and not isinstance(error, HostLostError)):
                     raise
                 log.warning("%s: a call, or another one beside it, %s; it is made once more", self._program.name, error)
             self.repeated += 1
@@ -315,12 +321,13 @@ class HostPool:
                 on_lost()
         return await self._alone.call(method, list(arguments), deadline_s, CANCEL_S if on_lost else 0.0)
 
-    async def close(self) -> None:
-        """Kill all hosts. Idempotent; a later call would start them again."""
+    async def close(self, last_call: str = "", deadline_s: float = END_S) -> None:
+        """Kill all hosts, each after its last call. Idempotent; a later call would start them again."""
+        self._is_closed = True
         if self._warming is not None:
             self._warming.cancel()
             await asyncio.gather(self._warming, return_exceptions=True)  # reads what it ends with
-        await asyncio.gather(*(host.close() for host in (*self._shared, self._alone)))
+        await asyncio.gather(*(host.close(last_call, deadline_s) for host in (*self._shared, self._alone)))
 
 
 T = TypeVar("T")

@@ -4,6 +4,7 @@ An agent's code is the user's: it runs in processes that can be killed, each epi
 the model come back to the worker's endpoint. A cancelled episode cancels its agent, which frees what it holds.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +25,9 @@ from .episode import AgentEpisode, AgentTask
 
 EPISODES = 1024
 """Episodes that one process plays at once."""
+
+CLOSE_S = 20.0
+"""Agents and their environments may take so long to end, before their processes are killed."""
 
 Played = tuple[float | None, dict[str, float], list[str]]
 """What an agent returned: its reward, its measures, and the names of those that are left out."""
@@ -79,8 +83,8 @@ class AgentHosts:
         return reward, kept, left_out
 
     async def close(self) -> None:
-        """Kill the processes."""
-        await self._pool.close()
+        """Have the agents free what they hold, and kill their processes, of which none has longer than CLOSE_S."""
+        await self._pool.close("close", CLOSE_S)
 
 
 class HostedAgent:
@@ -93,6 +97,7 @@ class HostedAgent:
 
         self._agent = open_agent(kind, options, ImportRoots(tuple(named), Path(directory)))
         self._client = EndpointClient()
+        self._playing = set[asyncio.Task[Any] | None]()
 
     async def check(self) -> str:
         """Return what this machine lacks of what the agent needs; "": nothing that is known."""
@@ -108,9 +113,24 @@ class HostedAgent:
 
     async def play(self, task: Any, base_url: str, api_key: str) -> Any:
         """Play one episode, and return its `Played` as plain data."""
-        episode = AgentEpisode(base_url, api_key, partial(self._client.post, base_url))
-        outcome = await self._agent.rollout(episode, msgspec.convert(task, AgentTask))
-        return _played(outcome)
+        playing = asyncio.current_task()
+        self._playing.add(playing)
+        try:
+            episode = AgentEpisode(base_url, api_key, partial(self._client.post, base_url))
+            return _played(await self._agent.rollout(episode, msgspec.convert(task, AgentTask)))
+        finally:
+            self._playing.discard(playing)
+
+    async def close(self) -> None:
+        """Cancel the episodes that still run, wait until they are freed, and free what they share."""
+        playing = [task for task in self._playing if task is not None]
+        for task in playing:
+            if not task.cancelling():  # a second time would interrupt what frees it
+                task.cancel()
+        if playing:
+            await asyncio.wait(playing)
+        await self._agent.close()
+        await self._client.close()
 
 
 def _played(outcome: Any) -> Any:

@@ -27,11 +27,6 @@ async def measured(episode: AgentEpisode, task: AgentTask) -> Mapping[str, float
     return {"reward": 0.5, "length": len(answer.content)}
 
 
-async def says_text(episode: AgentEpisode, task: AgentTask) -> Any:
-    """Return what is no outcome."""
-    return "1.0"
-
-
 def plain(episode: AgentEpisode, task: AgentTask) -> float:
     """Is no coroutine function."""
     return 1.0
