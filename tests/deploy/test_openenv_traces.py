@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import AgentCall, Group, Trajectory, Turn, VersionSpan, WeightVersion
 from headway.deploy.recipe.resolve import dump_recipe, load_recipe
-from headway.deploy.run.openenv_traces import NoAgentError, trace_of, write_traces
+from headway.deploy.run.openenv_traces import NoAgentError, logged_traces, trace_of, write_traces
 from headway.learner.experience.log import ExperienceLog
 from headway.learner.experience.log_files import LoggedBatchError
 from tests.learner.batches import damage, group
@@ -142,6 +142,14 @@ def test_json_says_what_was_written_into_a_file(run: Path, tmp_path: Path) -> No
     answer = headway("trajectories", str(run), "--json", cwd=tmp_path)
     assert answer.returncode == 2
     assert "--json needs --out" in answer.stderr
+
+
+def test_batches_are_read_one_at_a_time(run: Path) -> None:
+    damage(run / "experience", 1)
+    traces = logged_traces(run / "experience")
+    assert [next(traces).turns[0].metadata.step for _ in range(4)] == [0] * 4
+    with pytest.raises(LoggedBatchError):
+        next(traces)
 
 
 def test_a_damaged_batch_is_named(run: Path, tmp_path: Path) -> None:
