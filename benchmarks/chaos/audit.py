@@ -153,7 +153,7 @@ def audit(lineage: Lineage, logs: Path, groups: int, identity: str = "") -> Audi
     own = {record.version.step: record.digest for record in lineage.steps}
     return Audit(
         steps=len(lineage.steps),
-        trained_tokens=sum(one.spans[-1].end for _, one in trained),
+        trained_tokens=sum(_sampled(one) for _, one in trained),
         lost=len(fed - places.keys()),
         trained_twice=sum(places.values()) - len(places),
         over_lag_bound=sum(_is_over_bound(record, one) for record, one in trained),
@@ -162,6 +162,10 @@ def audit(lineage: Lineage, logs: Path, groups: int, identity: str = "") -> Audi
         off_identity=sum(one.identity != identity or one.wrong == OF_ANOTHER_RUN for _, one in trained),
         poisoned=sum(one.is_pill for _, one in trained),
     )
+
+
+def _sampled(one: Trained) -> int:
+    return sum(len(turn.said) for turn in one.turns) if one.turns else one.spans[-1].end
 
 
 def _place(tid: str) -> tuple[str, str]:

@@ -17,7 +17,9 @@ from .worker import Tally
 
 LONG_MINUTES = 3.0
 """In a trial of so many minutes each fault that `missing` looks for strikes seven times or more, on average."""
-ROLES = ("worker", "learner", "server", "scorer")
+ROLES = ("worker", "learner", "server")
+KILLED = {"": (*ROLES, "scorer"), "hosted": (*ROLES, "host"), "outside": (*ROLES, "agents")}
+"""What is killed, by who plays the samples."""
 
 
 class EpisodeFigures(TurnAudit, frozen=True, kw_only=True):
@@ -30,7 +32,7 @@ class EpisodeFigures(TurnAudit, frozen=True, kw_only=True):
     tokens_saved_share: float
     """Of all tokens that would have been sampled if each of these had begun anew."""
     tool_calls_saved: int
-    """Calls of the turns resumed that no agent made again."""
+    """Calls in these turns that were not made again: agents from outside go on, while hosted ones are run again."""
     tool_calls_saved_share: float
 
     @classmethod
@@ -38,7 +40,7 @@ class EpisodeFigures(TurnAudit, frozen=True, kw_only=True):
         """Return the figures of a trial."""
         names = ("episodes_resumed", "turns_resumed", "tool_calls_resumed", "resumed", "generated")
         total = {name: sum(getattr(tally, name) for tally in tallies) for name in names}
-        calls = max(0, total["tool_calls_resumed"] - found.tool_calls_repeated)
+        calls = total["tool_calls_resumed"]
         return cls(
             **msgspec.structs.asdict(found),
             episodes_resumed=total["episodes_resumed"],
@@ -159,31 +161,32 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def is_clean(self) -> bool:
         return self.finished and not self.shows
 
-    @property
-    def _killed(self) -> tuple[str, ...]:
-        return ROLES
-
     def with_missing(self) -> Self:
         """Return this outcome with the expected effects that are missing: of these it proves nothing."""
         if self.against or self.minutes / self.rarely < LONG_MINUTES:
             return self
         effects = {
-            **{f"effective kills: {role}": self.effective_kills.get(role, 0) for role in self._killed},
+            **{f"effective kills: {role}": self.effective_kills.get(role, 0) for role in KILLED[self.agents]},
             "expired leases": self.expired_leases,
             "forgotten renewals": self.forgotten_renewals,
             "repeated submissions": self.repeated_submissions,
             "cuts": self.cuts,
             "power losses": self.power_losses,
             "revived learners": self.revived_learners,
-            "leftovers": self.leftovers,
-            "pills": sum(self.pills.values()),
-            "junk requests": sum(self.junk_requests.values()),
-            "hoarded": self.hoarded,
-            "rewards repeated": self.rewards_repeated,
             "floods": self.floods,
             "full disks": self.full_disks,
-            "damaged": self.damaged,
         }
+        if self.episodes is not None:
+            effects["episodes resumed"] = self.episodes.episodes_resumed
+        else:
+            effects |= {
+                "leftovers": self.leftovers,
+                "pills": sum(self.pills.values()),
+                "junk requests": sum(self.junk_requests.values()),
+                "hoarded": self.hoarded,
+                "rewards repeated": self.rewards_repeated,
+                "damaged": self.damaged,
+            }
         if self.broadcasts:
             effects["received by replacements"] = self.received_by_replacements
         return msgspec.structs.replace(self, missing=tuple(name for name, times in effects.items() if not times))

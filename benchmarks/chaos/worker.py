@@ -96,7 +96,7 @@ class Tally(ctypes.Structure):
     turns_resumed: int
     """The number of turns that these had behind them."""
     tool_calls_resumed: int
-    """The number of tool calls in these turns."""
+    """The number of tool calls in these turns, where no agent makes them again."""
 
 
 class SlowEngine:
@@ -225,23 +225,26 @@ def _as_gateway(port: int) -> tuple[str, ...]:
 
 
 class CountingSession(EpisodeSession):
-    """Counts what need not be sampled again."""
+    """Counts what need not be sampled, or called, again."""
 
     def __init__(self, sample: PlayedSample, recorder: EpisodeRecorder, *what: Any, **named: Any) -> None:
         super().__init__(sample, recorder, *what, **named)
-        self._count_resumed(recorder)
+        self._count_resumed(is_run_again=False)
 
     def begin_again(self, attempt: str = "") -> None:
         super().begin_again(attempt)
-        self._count_resumed(self._recorder)
+        self._count_resumed(is_run_again=True)
 
-    @staticmethod
-    def _count_resumed(recorder: EpisodeRecorder) -> None:
-        calls, tally = [turn.call for turn in recorder.turns if turn.call is not None], SlowEngine.tally
-        tally.episodes_resumed += bool(calls)
-        tally.turns_resumed += len(calls)
-        tally.tool_calls_resumed += sum(call.tool_calls for call in calls)
-        tally.resumed += sum(turn.end - turn.start for turn in recorder.turns)
+    def _count_resumed(self, *, is_run_again: bool) -> None:
+        """An agent from outside goes on with the answers of its tools, unless another one takes its episode over."""
+        turns, tally, is_outside = self._recorder.turns, SlowEngine.tally, self._finish is not None
+        if is_outside:
+            calls = sum(turn.call.tool_calls for turn in turns if turn.call is not None)
+            tally.tool_calls_resumed += -calls if is_run_again else calls
+        if not (is_outside and is_run_again):
+            tally.episodes_resumed += bool(turns)
+            tally.turns_resumed += len(turns)
+            tally.resumed += sum(turn.end - turn.start for turn in turns)
 
 
 def run_agents(trial: Trial, ports: Sequence[int], process: str) -> None:
