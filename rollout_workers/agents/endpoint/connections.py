@@ -14,6 +14,10 @@ from .problems import Problem, ProblemError, overloaded, unreadable
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
+LINGER_S = 2.0
+"""A client that is sending what is not read is heard for so long."""
+
+
 class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an endpoint allows its clients."""
 
@@ -44,6 +48,34 @@ class EndpointSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """After which a client that streams is told that its answer is still to come, again and again."""
 
 
+class _Connection(web.RequestHandler):
+    """A connection, which is refused where there are too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take it, or say that there are too many."""
+        assert isinstance(self._manager, AgentServer)
+        assert isinstance(transport, asyncio.Transport)
+        if self._manager.has_room:
+            super().connection_made(transport)
+        else:
+            self._manager.refuse(transport)
+
+
+class _Refused(asyncio.Protocol):
+    """Hears a refused client out for an instant: one whose request is not read may lose the answer with it."""
+
+    def __init__(self, transport: asyncio.Transport, refused: "set[_Refused]") -> None:
+        self.transport = transport
+        self._refused = refused
+        refused.add(self)
+        self._end = asyncio.get_running_loop().call_later(LINGER_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the client."""
+        self._end.cancel()
+        self._refused.discard(self)
+
+
 class AgentServer(web.Server):
     """An HTTP server that refuses connections beyond a number."""
 
@@ -57,20 +89,38 @@ class AgentServer(web.Server):
             answer,
             handler_cancellation=True,  # when the client leaves
             keepalive_timeout=settings.idle_s,
-            lingering_time=2.0,
+            lingering_time=LINGER_S,
             access_log=None,
             read_bufsize=2**16,
         )
         self._most = min(settings.connections, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16))
         self._note_refused = note_refused
+        self._refused = set[_Refused]()
 
-    def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        """Take a connection, or say that there are too many."""
-        super().connection_made(handler, transport)
-        if len(self._connections) > self._most:
-            self._note_refused()
-            transport.write(FULL)
-            handler.force_close()
+    def __call__(self) -> web.RequestHandler:
+        """Return the protocol of a new connection."""
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more connection is taken."""
+        return len(self._connections) < self._most
+
+    def refuse(self, transport: asyncio.Transport) -> None:
+        """Tell a client that there are too many."""
+        self._note_refused()
+        transport.write(FULL)
+        if len(self._refused) < max(self._most // 4, 1):
+            transport.set_protocol(_Refused(transport, self._refused))
+            transport.write_eof()
+        else:
+            transport.close()
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """Close all connections, after so many seconds at most for those whose requests are being answered."""
+        for refused in list(self._refused):
+            refused.transport.abort()
+        await super().shutdown(timeout)
 
 
 class Bodies:
@@ -148,6 +198,8 @@ class ClientResponse:
         """Send a whole response. Raises ConnectionError if the client did not take it."""
         encoded = msgspec.json.encode(body)
         self.sent = web.Response(body=encoded, status=status, content_type="application/json", headers=headers)
+        if status in (429, 503):  # a client that has to wait keeps no place that another one needs
+            self.sent.force_close()
         await self._written(self.sent, None, is_last=True)
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
@@ -35,6 +36,8 @@ from .vllm_generate import VllmGenerate
 
 logger = logging.getLogger(__name__)
 
+WAITING_IN_KERNEL, TAKEN_AT_ONCE = 4096, 128
+"""Connections that wait until they are taken, and those of them that are taken before they are counted."""
 WAITING = b": the answer is still to come\n\n"
 LONGEST_KEY = 256
 CLOSING = Problem(status=503, kind="closing", message="this endpoint closes; the episode may go on", retry_after_s=2)
@@ -91,9 +94,12 @@ class Endpoint:
         endpoint = cls(sessions, settings or EndpointSettings(), claims)
         loop = asyncio.get_running_loop()
         try:
-            listener = await loop.create_server(endpoint._server, host, port, backlog=4096)
+            listener = await loop.create_server(endpoint._server, host, port, backlog=TAKEN_AT_ONCE)
         except OSError as error:
             raise ConfigError(f"the agents' endpoint cannot listen on {host}:{port}: {error}") from error
+        for one in listener.sockets:
+            with socket.fromfd(one.fileno(), one.family, one.type) as same:
+                same.listen(WAITING_IN_KERNEL)
         endpoint._listener = listener
         endpoint.host, endpoint.port = host, listener.sockets[0].getsockname()[1]
         return endpoint
