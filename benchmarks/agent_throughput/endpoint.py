@@ -10,6 +10,7 @@ each a new conversation, and then in the next one; a session has a lease, whose 
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -36,6 +37,7 @@ from headway.rollout_workers.agents.formats import open_format
 from headway.rollout_workers.agents.session import EpisodeSession
 from headway.rollout_workers.agents.tree import EpisodeRecorder
 from headway.rollout_workers.decoding import Decoding, load_decoding
+from headway.rollout_workers.engines.vllm.fork_server import prepare_environment
 from headway.rollout_workers.samples.generation import generate
 from headway.rollout_workers.samples.recorder import Recorder
 
@@ -50,6 +52,7 @@ READY_S = 240.0
 LEASED_AT_ONCE = 512
 WORDS = 370
 """Words of a prompt of about 500 tokens."""
+ON_CPU = ("--enforce-eager", "--distributed-executor-backend", "uni")
 COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
 
 
@@ -156,15 +159,15 @@ def commands(order: EndpointOrder) -> list[str]:
         *("--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(engine.places)),
         *("--dtype", "float32" if engine.device == "cpu" else "bfloat16", "--disable-uvicorn-access-log"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *(("--gpu-memory-utilization", str(engine.memory)) if engine.device != "cpu" else ()),
+        *(ON_CPU if engine.device == "cpu" else ("--gpu-memory-utilization", str(engine.memory))),
     ]
 
 
 @contextmanager
 def serving(order: EndpointOrder) -> Iterator[psutil.Process]:
     """Have a server until the end of the block."""
-    import os
-
+    if order.server == "vllm" and order.engine.device == "cpu":
+        prepare_environment(1)
     group = Group(commands(order), {**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         yield psutil.Process(group._process.pid)
