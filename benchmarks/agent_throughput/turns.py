@@ -16,7 +16,7 @@ import uvloop
 
 from headway.broker.client import leases as leases_module
 from headway.broker.schema import WeightVersion
-from headway.rollout_workers.agents import session, tree
+from headway.rollout_workers.agents import digests, session, tree
 from headway.rollout_workers.agents.endpoint import admission, server
 from headway.rollout_workers.engines.base import Chunk, GenerationRequest
 from headway.rollout_workers.samples.recorder import Recorder
@@ -68,7 +68,7 @@ def metered() -> Meter:
     meter.measure_coroutine(leases_module.Leases, "intend", "intent to the broker")
     for name in ("add_turn", "turn", "row", "longest_beginning", "segment"):
         meter.measure(tree.EpisodeRecorder, name, "recorder")
-    meter.measure(session, "_conversation", "digests")
+    meter.measure(digests.ConversationDigests, "links", "digests")
     return meter
 
 

@@ -7,6 +7,7 @@
 
     episode.py       what agent code sees: `AgentTask`, `AgentEpisode`, `AgentAnswer`; `Agent`, the seam of kinds
     conversation.py  messages, tools and tool calls; `ChatFormat`, the seam between them and tokens
+    digests.py       names conversations, each by the one before it
     calls.py         a call of the model and its answer; `Session`, what an endpoint speaks to
     session.py       answers the calls of one episode: from the record, by the engine, or with a refusal
     tree.py          records an episode's turns

@@ -1,6 +1,5 @@
 """A call of the model and its answer, whatever dialect the agent speaks; `Session` is what an endpoint speaks to."""
 
-import hashlib
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -9,6 +8,7 @@ import msgspec
 from headway.broker.errors import HeadwayError
 
 from .conversation import Message, Tool
+from .digests import ConversationDigests, Link, digest_of_call
 
 
 class CallRefusedError(HeadwayError):
@@ -53,8 +53,11 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def digest(self) -> str:
         """Names what is asked: equal for calls that ask the same."""
-        asked = (self.messages, self.tools, self.prompt_token_ids, self.max_tokens, self.role)
-        return hashlib.blake2b(msgspec.json.encode(asked, order="deterministic"), digest_size=16).hexdigest()
+        return self.digest_after(ConversationDigests().links(self.messages, self.tools)[-1])
+
+    def digest_after(self, link: Link) -> str:
+        """Return the digest; `link` is the one of the call's last message."""
+        return digest_of_call(link, self.prompt_token_ids, self.max_tokens, self.role)
 
     def check_sampling(self, *, temperature: float, top_p: float, top_k: int, seed: int | None) -> None:
         """Compare the sampling that the client asks for with the run's (`top_k` 0: of all tokens).

@@ -7,7 +7,6 @@ continued exactly, else as a branch.
 """
 
 import asyncio
-import json
 import math
 import time
 import zlib
@@ -15,10 +14,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from headway.broker.errors import HeadwayError
@@ -29,7 +26,8 @@ from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
-from .conversation import ChatFormat, FormatError, Message, ParsedAnswer, Tool
+from .conversation import ChatFormat, FormatError, Message, ParsedAnswer
+from .digests import ConversationDigests, content_of
 from .tree import EpisodeRecorder, RecordedTurn
 
 LONG_TEXT = 8192
@@ -101,6 +99,7 @@ class EpisodeSession:
         again."""
         self._noted = set[int]()
         """Turns of which it is noted already that the agent has them, and those from which they went on."""
+        self._digests = ConversationDigests()
         self._running: dict[str, list[_Running]] = {}
         self._keys: dict[str, int] = {}
         """Turns by the client's own names of their calls."""
@@ -157,7 +156,7 @@ class EpisodeSession:
             call = replace(call, temperature=None)
         call.check_sampling(temperature=run.temperature, top_p=run.top_p, top_k=run.top_k, seed=run.seed)
         call.check_tokens(self._vocabulary)
-        call = replace(call, role=self._role(call))
+        call = self._named(replace(call, role=self._role(call)))
         if (known := self._known(call)) is not None:
             self._note_answered(call, known)
             return known
@@ -173,6 +172,17 @@ class EpisodeSession:
             running.waiting -= 1
         self._note_answered(call, answer)
         return answer
+
+    def _named(self, call: ChatCall) -> ChatCall:
+        """Return a call that has its digest, for which only new messages are digested."""
+        vars(call)["digest"] = call.digest_after(self._digests.links(call.messages, call.tools)[-1])
+        return call
+
+    def _ended_by(self, call: ChatCall, parsed: ParsedAnswer) -> str:
+        """Return the digest of a call's conversation with its answer; "" for a call by tokens."""
+        if call.prompt_token_ids is not None:
+            return ""
+        return self._digests.links(call.messages, call.tools)[-1].then(parsed.message()).said.hex()
 
     def _note_answered(self, call: ChatCall, answer: ChatAnswer) -> None:
         self._unseen.discard(_number_of(answer.id))
@@ -267,7 +277,7 @@ class EpisodeSession:
     def _role(self, call: ChatCall) -> Any:
         """Return the role of a call: another system prompt than the first one's, without tools, is auxiliary, as agents
         ask for titles and summaries so."""
-        system = "\n".join(_text(one) for one in call.messages if one.get("role") == "system")
+        system = "\n".join(content_of(one) for one in call.messages if one.get("role") == "system")
         if self._main_system is None and call.role == "main":
             self._main_system = system
         is_other = bool(call.messages) and system != self._main_system and bool(system) and not call.tools
@@ -358,7 +368,7 @@ class EpisodeSession:
             keeps=context.keeps,
             digest=call.digest,
             attempt=self._attempt,
-            conversation=_ended_by(call, parsed),
+            conversation=self._ended_by(call, parsed),
             role=call.role,
             finish_reason=turn.finished(),
             tool_calls=len(parsed.tool_calls),
@@ -442,8 +452,9 @@ class EpisodeSession:
         if call.prompt_token_ids is not None:
             return self._beginning(call.prompt_token_ids)
         answers = [place for place, one in enumerate(call.messages) if one.get("role") == "assistant"]
+        links = self._digests.links(call.messages, call.tools)
         for place in reversed(answers):
-            ended = self._turns_of.get(_conversation(call.messages[: place + 1], call.tools))
+            ended = self._turns_of.get(links[place + 1].said.hex())
             if not ended:
                 continue
             after = max(ended, key=lambda number: (number not in self._unseen, number))
@@ -479,7 +490,7 @@ class EpisodeSession:
 
 async def _beside(messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
     """Return what a format makes of messages: in a thread where they are long, as other calls would wait for it."""
-    if sum(len(_text(message)) for message in messages) < LONG_TEXT:
+    if sum(len(content_of(message)) for message in messages) < LONG_TEXT:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
 
@@ -509,42 +520,3 @@ def _spent(context: list[int]) -> ChatAnswer:
 
 def _number_of(answer_id: str) -> int:
     return int(answer_id.removeprefix("turn-"))
-
-
-def _conversation(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-    """Return the digest of a conversation: equal for those that say the same, whatever a client leaves out of, or adds
-    to, the messages that it repeats."""
-    said = [_canonical(message) for message in messages]
-    return blake2b(msgspec.json.encode((said, list(tools)), order="deterministic"), digest_size=16).hexdigest()
-
-
-def _ended_by(call: ChatCall, parsed: ParsedAnswer) -> str:
-    """Return the digest of a call's conversation with its answer; "" for a call by tokens."""
-    if call.prompt_token_ids is not None:
-        return ""
-    return _conversation([*call.messages, parsed.message()], call.tools)
-
-
-def _canonical(message: Message) -> tuple[Any, ...]:
-    calls = [
-        (one["function"].get("name"), _plain(one["function"].get("arguments")))
-        for one in message.get("tool_calls") or ()
-    ]
-    return message.get("role"), _text(message).strip(), calls
-
-
-def _plain(arguments: Any) -> Any:
-    """Return what JSON text says; the text, if it is none."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
-def _text(message: Message) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
