@@ -31,7 +31,8 @@ def gae(
     """A_t = sum_k (gamma lam)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t; return_t = A_t + V_t.
 
     t + 1 is the next trained token of the sequence; V_t is the value of the state in which token t is chosen, V = 0
-    after the last. Gives (advantages_T, returns_T), the returns being what the critic is fitted to.
+    after the last: also where a budget of tokens or turns ended the sequence, which is part of the task. Gives
+    (advantages_T, returns_T), the returns being what the critic is fitted to.
 
     verl (0.9.1) skips masked tokens in the same way, but whitens the advantages at once; here `whiten` does that.
 

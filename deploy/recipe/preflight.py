@@ -24,7 +24,7 @@ from headway.broker.installation import cache_directory, version_of
 from headway.broker.schema import Prompt
 from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, definition, import_directory
-from headway.broker.user_code.pool import CallTimeoutError, Host
+from headway.broker.user_code.pool import CallTimeoutError, Host, HostLostError
 from headway.learner.backends import check_installed as check_backend_installed
 from headway.learner.config import ModelConfig
 from headway.learner.data.examples import open_examples
@@ -389,7 +389,7 @@ async def _asked_format(recipe: Recipe) -> str:
         return ""
     try:
         return await _asked(recipe, "lacks_format", [config.kind, dict(config.options)])
-    except CallTimeoutError:  # on a machine that is very busy; workers check it anyway
+    except (CallTimeoutError, HostLostError):  # on a machine that is very busy; workers check it anyway
         return ""
     except UserCodeError as error:
         return f"agent.format.kind={config.kind} cannot be opened: {error}"

@@ -57,21 +57,44 @@ def turn_advantages(
     ]
 
 
-def token_rewards(trajectory: Trajectory, reward: float, loss_mask: NDArray[np.uint8]) -> NDArray[np.float32]:
+def token_rewards(
+    trajectory: Trajectory, reward: float, loss_mask: NDArray[np.uint8], *, gamma: float = 1.0
+) -> NDArray[np.float32]:
     """[R] each turn's reward at its last trained token (`loss_mask` [R]), and the episode's outcome at the last one of
     each row, where its path ends. Where nothing of a turn is trained, its reward goes to the last trained token of its
-    row before it, or to none."""
-    episode, rewards = _main_turns(trajectory, reward), np.zeros(len(loss_mask), np.float32)
-    for positions in _positions_of_rows(trajectory):
-        trained, held = positions[loss_mask[positions] != 0], set(positions.tolist())
-        if not len(trained):
-            continue
-        for turn, own in zip(episode.turns, episode.rewards, strict=True):
-            before = int(np.searchsorted(trained, turn.end))
-            if turn.start in held and before:
-                rewards[trained[before - 1]] += own
-        rewards[trained[-1]] += episode.outcome
-    return rewards
+    row before it, or to none.
+
+    GAE looks ahead along one row. What the turns of a branch got on their own also counts for the turn from which the
+    branch goes on, at its last trained token: discounted by `gamma` for each token of the branch, and without the
+    outcome, which each path has already. So with gamma 1 all rewards after a token are those of `turn_returns`.
+    """
+    episode, own = _main_turns(trajectory, reward), np.zeros(len(loss_mask), np.float64)
+    whole_rows = _positions_of_rows(trajectory)
+    rows = [positions[loss_mask[positions] != 0] for positions in whole_rows]
+    row_of = _rows_of_turns(whole_rows, episode)
+
+    def last_trained(turn: int) -> int | None:
+        trained = rows[row_of[turn]]
+        before = int(np.searchsorted(trained, episode.turns[turn].end))
+        return int(trained[before - 1]) if before else None
+
+    for number, earned in enumerate(episode.rewards):
+        if (place := last_trained(number)) is not None:
+            own[place] += earned
+    for row in reversed(range(len(rows))):  # branches come after what they go on from
+        parent = episode.parents[row_of.index(row)] if row in row_of else -1
+        if parent >= 0 and (place := last_trained(parent)) is not None:
+            own[place] += float(np.sum(own[rows[row]] * gamma ** np.arange(1, len(rows[row]) + 1)))
+    for trained in rows:
+        if len(trained):
+            own[trained[-1]] += episode.outcome
+    return own.astype(np.float32)
+
+
+def _rows_of_turns(rows: Sequence[NDArray[np.int64]], episode: _MainTurns) -> list[int]:
+    """Returns the row of each trained turn."""
+    row_of = {position: row for row, positions in enumerate(rows) for position in positions.tolist()}
+    return [row_of[turn.start] for turn in episode.turns]
 
 
 def _positions_of_rows(trajectory: Trajectory) -> list[NDArray[np.int64]]:

@@ -44,7 +44,8 @@ class Critic:
         """The value model."""
         self._ranks = ranks
         self._clip = clip
-        self._gamma = gamma
+        self.gamma = gamma
+        """The discount from one trained token to the next."""
         self._lam = lam
         self._learning_rate = learning_rate
 
@@ -57,7 +58,7 @@ class Critic:
     ) -> Estimates:
         """Estimates advantages (GAE). `batches` must be the whole step's, since advantages are whitened together."""
         estimates = [
-            gae(rewards_T, values_T, batch.loss_mask_T, batch.cu_seqlens, gamma=self._gamma, lam=self._lam)
+            gae(rewards_T, values_T, batch.loss_mask_T, batch.cu_seqlens, gamma=self.gamma, lam=self._lam)
             for batch, rewards_T, values_T in zip(batches, rewards, values, strict=True)
         ]
         masks, returns = [batch.loss_mask_T for batch in batches], [returns_T for _, returns_T in estimates]

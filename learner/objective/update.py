@@ -286,7 +286,12 @@ class Updater:
         if self._critic is None:
             return turn_advantages(groups, rewards_S, open_turn_advantage(algorithm), gamma=algorithm.credit.gamma)
         return [
-            token_rewards(trajectory, reward, mask_and_lags(trajectory, step, self._config.max_lag)[0])
+            token_rewards(
+                trajectory,
+                reward,
+                mask_and_lags(trajectory, step, self._config.max_lag)[0],
+                gamma=self._critic.gamma,
+            )
             for trajectory, reward in zip(trajectories_of(groups), rewards_S.tolist(), strict=True)
         ]
 

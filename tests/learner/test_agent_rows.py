@@ -17,6 +17,7 @@ from headway.algorithms.presets import PRESETS
 from headway.broker.errors import ConfigError, HeadwayError
 from headway.broker.schema import Trajectory, TrajectoryId
 from headway.broker.wire.codec import decode_trajectory, encode_trajectory
+from headway.broker.wire.rows import rows_of
 from headway.learner.algorithm_config import AlgorithmConfig
 from headway.learner.backends.fsdp.policy import Policy
 from headway.learner.batching.batch import PackedBatch
@@ -24,6 +25,7 @@ from headway.learner.batching.clusters import pack_units
 from headway.learner.batching.packing import concatenate, from_trajectory, rollouts_of
 from headway.learner.batching.router_replay import Routing
 from headway.learner.models.pretrained import load_model
+from headway.learner.objective.credit import token_rewards
 from headway.learner.objective.critic import Critic
 from headway.learner.objective.lag_metrics import figures_by_lag, lags_of_rollouts
 from headway.learner.objective.loss import Objective, denominators
@@ -415,29 +417,64 @@ def whole_length(rollout: Rollout, number: int) -> int:
     return len(rollout.turns[number].context) + len(rollout.turns[number].sampled)
 
 
-def estimates_by_hand(rollout: Rollout, *, of_turns: bool) -> list[tuple[list[int], float]]:
-    """Return all tokens up to each trained one, with its return: GAE along its row, observations skipped."""
-    found = []
-    for row in rows_by_hand(rollout) if rollout.is_agent else [list(range(len(rollout.turns)))]:
-        states: list[tuple[int, ...]] = []
-        earned: list[float] = []
-        for number in row:
+class HandRow:
+    """A row of a rollout: all tokens up to each trained one, and what each of these earned."""
+
+    def __init__(self, rollout: Rollout, turns: list[int]) -> None:
+        self.turns = turns
+        self.states: list[tuple[int, ...]] = []
+        self.ends: dict[int, int] = {}
+        """How many trained tokens the row has up to the end of each of its turns."""
+        for number in turns:
             turn = rollout.turns[number]
             for place in range(len(turn.sampled) if turn.is_trained else 0):
-                states.append((*turn.context, *turn.sampled[: place + 1]))
-                earned.append(0.0)
-            if of_turns and earned and number != rollout.last:
-                earned[-1] += turn.reward
-        if earned:
-            last = rollout.turns[rollout.last].reward + rollout.rest
-            earned[-1] += last if of_turns else rollout.reward
-        later, next_value = 0.0, 0.0
-        for state, reward in zip(reversed(states), reversed(earned), strict=True):
+                self.states.append((*turn.context, *turn.sampled[: place + 1]))
+            self.ends[number] = len(self.states)
+        self.earned = [0.0] * len(self.states)
+
+    def returns(self) -> list[tuple[list[int], float]]:
+        """Schulman et al. 2016, equation 16, from the last trained token to the first, in float64."""
+        found, later, next_value = [], 0.0, 0.0
+        for state, reward in zip(reversed(self.states), reversed(self.earned), strict=True):
             own = value(state[:-1])
             later = reward + 0.9 * next_value - own + 0.9 * 0.8 * later
             found.append(([*state], later + own))
             next_value = own
-    return found
+        return found
+
+
+def parent_by_hand(rollout: Rollout, number: int) -> int:
+    """Return the main turn after which a turn goes on; -1: none."""
+    after = rollout.turns[number].after
+    while after >= 0 and not rollout.turns[after].is_main:
+        after = rollout.turns[after].after
+    return after
+
+
+def pay_by_hand(rows: list[HandRow], rollout: Rollout, number: int) -> None:
+    """Give a turn's own reward to its last trained token, and to those from which its row, and the rows before that,
+    branched off, each farther away by the branch's tokens."""
+    reward = rollout.turns[number].reward
+    while number >= 0:
+        row = next(row for row in rows if number in row.turns)
+        if not row.ends[number]:
+            return
+        row.earned[row.ends[number] - 1] += reward
+        reward *= 0.9 ** row.ends[number]
+        number = parent_by_hand(rollout, row.turns[0])
+
+
+def estimates_by_hand(rollout: Rollout, *, of_turns: bool) -> list[tuple[list[int], float]]:
+    """Return all tokens up to each trained one, with its return: GAE along its row, observations skipped."""
+    rows = [HandRow(rollout, row) for row in rows_by_hand(rollout)] if rollout.is_agent else []
+    rows = rows or [HandRow(rollout, list(range(len(rollout.turns))))]
+    for number, turn in enumerate(rollout.turns):
+        if of_turns and turn.is_main and number != rollout.last:
+            pay_by_hand(rows, rollout, number)
+    for row in rows:
+        if row.earned:
+            row.earned[-1] += rollout.turns[rollout.last].reward + rollout.rest if of_turns else rollout.reward
+    return [one for row in rows for one in row.returns()]
 
 
 @pytest.mark.parametrize("kind", ["episode", "turn"])
@@ -469,6 +506,21 @@ def test_a_critic_looks_ahead_along_each_row(kind: str, sharing: str, groups: li
     assert [state for state, _ in sorted(found)] == [state for state, _ in wanted]
     assert [one for _, one in sorted(found)] == pytest.approx([one for _, one in wanted], abs=1e-5)
     assert len(found) == sum(len(turn.sampled) for one in rollouts for turn in one.trained)
+
+
+@few
+@given(rollout=agent_episodes.agents())
+def test_all_that_follows_a_token_of_a_turn_is_the_turns_return(rollout: Rollout) -> None:
+    """A critic that knows nothing, with gamma and lambda 1, credits turns as one that compares returns does."""
+    trajectory = rollout.trajectory(TrajectoryId("0-0", 0, 0))
+    wanted = agent_episodes.returns_of_turns(rollout, gamma=1.0)
+    rewards = token_rewards(trajectory, rollout.reward, trajectory.loss_mask)
+    for row in rows_of(trajectory):
+        following = np.cumsum(rewards[row.positions][::-1])[::-1]
+        for number, turn in enumerate(trajectory.turns):
+            if rollout.turns[number].is_main and turn.start in row.positions:
+                first = row.positions.tolist().index(turn.start)
+                assert following[first] == pytest.approx(wanted[number], abs=1e-5)
 
 
 def test_truncated_rollouts_are_left_out_with_all_their_rows() -> None:
