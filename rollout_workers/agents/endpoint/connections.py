@@ -4,7 +4,7 @@ import asyncio
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -54,11 +54,10 @@ class _Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take it, or say that there are too many."""
         assert isinstance(self._manager, AgentServer)
-        assert isinstance(transport, asyncio.Transport)
         if self._manager.has_room:
             super().connection_made(transport)
         else:
-            self._manager.refuse(transport)
+            self._manager.refuse(cast(asyncio.Transport, transport))  # uvloop's are no subclass
 
 
 class _Refused(asyncio.Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents.calls import ChatCall
@@ -391,3 +392,20 @@ async def test_junk_on_a_connection_harms_nobody(bench: Bench) -> None:
 async def test_a_port_that_is_taken_is_an_error_with_its_number(bench: Bench) -> None:
     with pytest.raises(ConfigError, match=str(bench.endpoint.port)):
         await Endpoint.start(bench.sessions, port=bench.endpoint.port)
+
+
+def test_it_answers_and_refuses_in_the_event_loop_of_workers() -> None:
+    async def answered() -> list[int]:
+        sessions = ScriptedSessions(one=ScriptedSession())
+        endpoint = await Endpoint.start(sessions, settings=EndpointSettings(connections=1))
+        url = f"{endpoint.url_of('one')}/chat/completions"
+        async with aiohttp.ClientSession() as first, aiohttp.ClientSession() as second:
+            found = []
+            for client in (first, second, first):
+                async with client.post(url, json=HELLO) as response:
+                    found.append(response.status)
+                    await response.read()
+        await endpoint.close()
+        return found
+
+    assert uvloop.run(answered()) == [200, 503, 200]
