@@ -16,6 +16,7 @@ MEASURES = frozenset(
         "sampled_tokens",
         "reread_tokens",
         "resumed",
+        "restarted",
         "repeated",
         "over_budget",
         "turn_timeouts",

@@ -127,6 +127,7 @@ class AgentPlayer:
         recorder = sample.recorder
         assert isinstance(recorder, EpisodeRecorder)
         session, name = self._opened(sample, recorder)
+        session.counts["restarted"] += recorder.begins_anew
         self._sessions.open[name] = session
         try:
             with trace.generating():
@@ -246,7 +247,8 @@ class AgentPlayer:
             is_resumed = isinstance(sample.recorder, EpisodeRecorder) and sample.recorder.resumed > 0
             take_over = partial(self._taken_over, sample, session, self._agents) if is_resumed else None
             return await self._agents.play(task, name, session.called, take_over=take_over, deadline_s=deadline_s)
-        url, again = self._endpoint.url_of(name), session.begin_again
+        url = self._endpoint.url_of(name)
+        again = session.begin_again if self._agents.resume == "replay" else session.begin_anew
         return await self._agents.play(task, url, name, deadline_s=deadline_s, on_lost=again)
 
     def _taken_over(self, sample: PlayedSample, session: EpisodeSession, agents: ExternalAgents) -> str:

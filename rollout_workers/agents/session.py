@@ -231,8 +231,16 @@ class EpisodeSession:
         self._unseen = {number for numbers in self._recorded.values() for number in numbers}
         self._noted.clear()
 
+    def begin_anew(self) -> None:
+        """Note that an agent is run again that cannot repeat what it did: it gets new answers, and those that it had
+        are not trained."""
+        self.begin_again()
+        self._recorded, self._turns_of = {}, {}
+        self._unseen = set(range(self._recorder.resumed))
+        self.counts["restarted"] += 1
+
     def settle(self) -> None:
-        """Note that the agent has ended: turns that it did not see are not trained."""
+        """Note that the agent has ended: turns that it did not see are not trained. Idempotent."""
         self.end()
         unseen = set(self._unseen)
         if self._finish is not None and not self._is_run_again:  # an agent that lives need not ask for what it has
@@ -240,6 +248,7 @@ class EpisodeSession:
         if unseen:
             self.counts["unseen_turns"] += len(unseen)
             self._recorder.drop(unseen)
+            self._unseen -= unseen
 
     def _check_open(self) -> None:
         if self._is_over:

@@ -286,11 +286,12 @@ class LeasedSamples:
         if begins_anew:
             lease = msgspec.structs.replace(lease, segments=())
         recorder = self._player.recorder(lease.prompt, lease.segments, records_experts=self._context.records_experts)
+        recorder.begins_anew = begins_anew
         segments = SegmentLog(lease, recorder, self._append, self._context.config)
-        self._held.hold(lease, segments, create_task(self._sample(lease, recorder, segments, begins_anew)))
+        self._held.hold(lease, segments, create_task(self._sample(lease, recorder, segments)))
 
-    async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog, begins_anew: bool) -> None:
-        if begins_anew:
+    async def _sample(self, lease: Lease, recorder: Recorder, segments: SegmentLog) -> None:
+        if recorder.begins_anew:
             log.info("%s begins anew: it cannot go on after what was recorded", lease.tid)
             await self._outages.retry_until_available(lambda: self._leases.begin_anew(lease))
         with self._context.tracer.sample(lease, recorder) as trace:

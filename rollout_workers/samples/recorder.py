@@ -97,6 +97,8 @@ class Recorder:
         """Tokens that the environment said after the last turn; empty once a token is sampled after them."""
         self._turn_before_environment: Turn | None = None
         self.finish_reason: FinishReason | None = None
+        self.begins_anew = False
+        """Whether what another worker recorded of the sample was given up."""
         self._experts = None if prompt_length is None else RoutedExperts(prompt_length)
         for segment in segments:
             if self._experts:

@@ -118,6 +118,14 @@ async def die(episode: AgentEpisode, task: AgentTask) -> float:
     return 1.0
 
 
+async def die_and_restart(episode: AgentEpisode, task: AgentTask) -> float:
+    """Do the same, and take no answer of an attempt before."""
+    return await die(episode, task)
+
+
+die_and_restart.resume = "restart"  # type: ignore[attr-defined]
+
+
 class Slow:
     """Waits for a file after its second turn."""
 
@@ -131,3 +139,9 @@ class Slow:
                 while not os.path.exists(os.environ["AGENT_GO"]):  # noqa: ASYNC110, ASYNC240 - another process writes it
                     await asyncio.sleep(0.02)
         return 1.0
+
+
+class SlowAndRestarted(Slow):
+    """Takes no answer of an attempt before."""
+
+    resume = "restart"

@@ -4,9 +4,8 @@ killed."""
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from headway.broker.client.broker import Broker
@@ -20,6 +19,7 @@ from headway.rollout_workers.config import AgentConfig, SamplingConfig
 from headway.rollout_workers.evaluation import evaluate
 from headway.rollout_workers.rewards.base import RewardError, UnscoredError
 from headway.rollout_workers.rewards.built_in import ZeroReward
+from headway.rollout_workers.worker import Worker
 from tests.rollout_workers.generation import hold
 from tests.rollout_workers.loop import (
     CAPACITY,
@@ -78,20 +78,32 @@ def check(learner: Learner, trajectory: Trajectory) -> None:
     assert trained == trajectory.loss_mask.sum() > 0
 
 
+class Run(NamedTuple):
+    learner: Learner
+    trajectories: list[Trajectory]
+    worker: Worker
+
+
+async def played(brokers: tuple[Broker, Broker], player: AgentPlayer, directory: Path, groups: int = 2) -> Run:
+    """Have the player play two groups of each version: of version 0, and of version 1 where there are four."""
+    learner = await Learner.start(brokers[0], groups=groups)
+    deliveries = Deliveries()
+    await learner.publish(0, deliveries)
+    worker = make_worker(brokers[1], make_engine(directory / "m"), deliveries, player=player, max_new_tokens=LONG)
+    async with running(worker):
+        found = [*await learner.take(0)]
+        if groups > 2:
+            await learner.publish(1, deliveries)
+            found += await learner.take(1)
+    return Run(learner, [trajectory for group in found for trajectory in group.trajectories], worker)
+
+
 async def test_every_trained_token_is_one_that_the_engine_sampled(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=4)
-    deliveries = Deliveries()
-    await learner.publish(0, deliveries)
-    player = await open_player("talk")
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, player=player, max_new_tokens=LONG)
-    async with running(worker):
-        groups = [*await learner.take(0)]
-        await learner.publish(1, deliveries)
-        groups += await learner.take(1)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        check(learner, trajectory)
+    run = await played(brokers, await open_player("talk"), tmp_path, groups=4)
+    for trajectory in run.trajectories:
+        check(run.learner, trajectory)
         assert len(rows_of(trajectory)) == 1
         turns = len(trajectory.turns)
         assert trajectory.reward == 1.25 * turns
@@ -102,25 +114,21 @@ async def test_every_trained_token_is_one_that_the_engine_sampled(
 async def test_branches_are_rows_and_titles_are_none(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
-    deliveries = Deliveries()
-    await learner.publish(0, deliveries)
-    player = await open_player("explore", max_turn_tokens=12)
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, player=player, max_new_tokens=LONG)
-    async with running(worker):
-        groups = await learner.take(0)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        check(learner, trajectory)
+    run = await played(brokers, await open_player("explore", max_turn_tokens=12), tmp_path)
+    for trajectory in run.trajectories:
+        check(run.learner, trajectory)
         assert len(rows_of(trajectory)) == 2
         assert trajectory.rewards["agent/auxiliary_turns"] == 1.0
         assert [turn.call.role for turn in trajectory.turns if turn.call] == ["main", "main", "auxiliary", "main"]
 
 
-async def test_an_episode_goes_on_at_its_last_turn_after_its_worker_was_killed(
+@pytest.mark.parametrize("agent", ["Slow", "SlowAndRestarted"])
+async def test_an_episode_goes_on_at_its_last_turn_after_its_worker_was_killed_or_begins_anew(
     three_brokers: tuple[Broker, Broker, Broker],
     open_player: Opener,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    agent: str,
 ) -> None:
     go = tmp_path / "go"
     monkeypatch.setenv("AGENT_GO", str(go))
@@ -128,7 +136,7 @@ async def test_an_episode_goes_on_at_its_last_turn_after_its_worker_was_killed(
     first, second = Deliveries(), Deliveries()
     await learner.publish(0, first)
     options: dict[str, Any] = {"max_new_tokens": LONG, "lease_ttl_s": 1.0}
-    player = await open_player("Slow")
+    player = await open_player(agent)
     killed = make_worker(three_brokers[1], make_engine(tmp_path / "1"), first, player=player, **options)
 
     async def vanish() -> None:
@@ -144,36 +152,34 @@ async def test_an_episode_goes_on_at_its_last_turn_after_its_worker_was_killed(
     await killed._engine.close()
     go.touch()
     await learner.publish(1, second)
-    heirs = await open_player("Slow")
+    heirs = await open_player(agent)
     heir = make_worker(three_brokers[2], make_engine(tmp_path / "2"), second, name="worker-2", player=heirs, **options)
     async with running(heir):
         groups = await learner.take(1)
     for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
         check(learner, trajectory)
         assert len(trajectory.turns) == TURNS
-        assert tuple(trajectory.response_tokens[: trajectory.turns[1].end].tolist()) in kept
-        assert trajectory.rewards["agent/resumed"] == 2.0
-        assert trajectory.rewards["agent/versions"] == 2.0
+        if agent == "Slow":
+            assert tuple(trajectory.response_tokens[: trajectory.turns[1].end].tolist()) in kept
+        names = ("resumed", "restarted", "versions")
+        found = [trajectory.rewards.get(f"agent/{name}", 0.0) for name in names]
+        assert found == ([2.0, 0.0, 2.0] if agent == "Slow" else [0.0, 1.0, 1.0])
 
 
 def _sessions(player: AgentPlayer) -> Any:
     return player._sessions.open.values()
 
 
+@pytest.mark.parametrize("agent", ["die", "die_and_restart"])
 async def test_an_agent_that_ends_its_process_plays_on(
-    brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
 ) -> None:
     monkeypatch.setenv("AGENT_MARKS", str(tmp_path))
-    learner = await Learner.start(brokers[0], groups=2)
-    deliveries = Deliveries()
-    await learner.publish(0, deliveries)
-    player = await open_player("die")
-    worker = make_worker(brokers[1], make_engine(tmp_path / "m"), deliveries, player=player, max_new_tokens=LONG)
-    async with running(worker):
-        groups = await learner.take(0)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        check(learner, trajectory)
+    run = await played(brokers, await open_player(agent), tmp_path)
+    for trajectory in run.trajectories:
+        check(run.learner, trajectory)
         assert len(rows_of(trajectory)) == 1
+        assert agent == "die_and_restart" or "agent/restarted" not in trajectory.rewards
 
 
 @pytest.mark.parametrize("agent", ["forget", "hang"])
@@ -181,17 +187,12 @@ async def test_an_episode_that_came_to_nothing_begins_anew(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
 ) -> None:
     monkeypatch.setenv("AGENT_MARKS", str(tmp_path))
-    learner = await Learner.start(brokers[0], groups=2)
-    deliveries = Deliveries()
-    await learner.publish(0, deliveries)
     player = await open_player(agent, episode_s=5.0 if agent == "hang" else 600.0)
-    worker = make_worker(brokers[1], make_engine(tmp_path / "m"), deliveries, player=player, max_new_tokens=LONG)
-    async with running(worker):
-        groups = await learner.take(0)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
-        check(learner, trajectory)
+    run = await played(brokers, player, tmp_path)
+    for trajectory in run.trajectories:
+        check(run.learner, trajectory)
         assert len(trajectory.turns) == 1
-    assert worker.unscored >= 2
+    assert run.worker.unscored >= 2
     if agent == "hang" and isinstance(player._agents, AgentHosts):
         assert player._agents._pool.repeated == 0, "the other episodes of the process play on"
 
@@ -199,14 +200,8 @@ async def test_an_episode_that_came_to_nothing_begins_anew(
 async def test_a_failed_episode_is_trained_with_nothing_where_the_recipe_says_so(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
-    deliveries = Deliveries()
-    await learner.publish(0, deliveries)
-    player = await open_player("fail", on_failure="zero")
-    worker = make_worker(brokers[1], make_engine(tmp_path), deliveries, player=player, max_new_tokens=LONG)
-    async with running(worker):
-        groups = await learner.take(0)
-    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+    run = await played(brokers, await open_player("fail", on_failure="zero"), tmp_path)
+    for trajectory in run.trajectories:
         assert trajectory.reward == 0.0
         assert trajectory.rewards["agent/failed/raised"] == 1.0
 
@@ -246,12 +241,5 @@ async def test_a_reward_that_nobody_gives_is_an_error(open_player: Opener, tmp_p
 async def test_a_worker_whose_agent_fails_again_and_again_ends(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path
 ) -> None:
-    learner = await Learner.start(brokers[0], groups=2)
-    deliveries = Deliveries()
-    await learner.publish(0, deliveries)
-    worker = make_worker(
-        brokers[1], make_engine(tmp_path), deliveries, player=await open_player("fail"), max_new_tokens=LONG
-    )
     with pytest.raises(RewardError, match=r"agent .*:fail failed on prompt .*raised KeyError"):
-        await worker.run()
-    assert np.isfinite(worker.unscored)
+        await played(brokers, await open_player("fail"), tmp_path)

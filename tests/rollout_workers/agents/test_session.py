@@ -284,6 +284,23 @@ async def test_an_agent_that_is_run_again_repeats_its_turns_without_their_reward
     assert attempt.recorder.earned == 1.0
 
 
+async def test_an_agent_that_cannot_repeat_its_turns_gets_new_answers() -> None:
+    attempt = Attempt(Engine("one", "two", "three"))
+    call = user("hi")
+    await attempt.session.chat(call)
+    attempt.session.give_reward(1.0)
+    attempt.session.begin_anew()
+    attempt.session.begin_anew()
+    answer = await attempt.session.chat(call)
+    assert answer.message["content"] == "two"
+    following = ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"}))
+    assert (await attempt.session.chat(following)).message["content"] == "three"
+    attempt.session.settle()
+    assert rows(attempt) == [("<u>hi<a>", "two$<u>?<a>three$")]
+    assert (attempt.session.counts["restarted"], attempt.session.counts["unseen_turns"]) == (2, 1)
+    assert attempt.recorder.earned == 0.0
+
+
 @pytest.mark.parametrize("is_run_again", [True, False])
 async def test_a_turn_whose_call_was_given_up_before_it_was_durable_is_not_trained(is_run_again: bool) -> None:
     keeping, may_keep = asyncio.Event(), asyncio.Event()
