@@ -18,9 +18,10 @@ that lost samples can be counted exactly.
 
 With `--agents hosted` or `--agents outside` the samples are episodes of many turns, whose agents call a tool that has
 effects. They run in workers' host processes, or are programs of their own that ask gateways for tasks; these processes
-and the tool's sandboxes are killed too. Agents note answers and effects in a journal before they use them. The audit
-compares it with the trained turns: one attempt must have been answered exactly these turns, and the tool have been
-called once for each call in them, with the answer that the next turn has read.
+are killed too, and the tool's sandboxes, where pydantic-monty is installed. Agents note answers and effects in a
+journal before they use them. The audit compares it with the trained turns: one attempt must have been answered exactly
+these turns, and the tool have been called once for each call in them, with the answer that the next turn has read.
+Their engine's double samples what can be computed again, but for a random nonce in each answer.
 
 The audit follows the last checkpoint back through the checkpoints that its learners resumed from. Only steps of this
 lineage were trained; steps that a crash threw away were not. `--without NAME` takes one protection out of the product

@@ -50,22 +50,22 @@ MEAN_S = {
 """The mean seconds between two faults of a kind, exponentially distributed."""
 
 AGENTS_MEAN_S = {
-    "kill worker": 5.0,
-    "kill learner": 15.0,
-    "kill server": 30.0,
-    "power loss": 25.0,
-    "stop worker": 16.0,
-    "stop learner": 40.0,
-    "revive learner": 30.0,
-    "stop server": 40.0,
-    "cut link": 10.0,
-    "flood": 25.0,
-    "fill disk": 25.0,
-    "kill host": 5.0,
-    "kill sandbox": 4.0,
-    "kill agents": 6.0,
+    "kill worker": 8.0,
+    "kill learner": 40.0,
+    "kill server": 40.0,
+    "power loss": 50.0,
+    "stop worker": 25.0,
+    "stop learner": 60.0,
+    "revive learner": 60.0,
+    "stop server": 60.0,
+    "cut link": 15.0,
+    "flood": 40.0,
+    "fill disk": 40.0,
+    "kill host": 8.0,
+    "kill sandbox": 5.0,
+    "kill agents": 30.0,
 }
-"""The same in a trial with agents."""
+"""The same in a trial with agents: an episode takes seconds, and keeps its place until its limit if an agent dies."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from .witness import Witness
 from .worker import Tally, run_agents, run_scorer, run_worker
 
 LEARNER = "learner"
-BEGINS_WITHIN_S = 60.0
+BEGINS_WITHIN_S = 300.0
 MORE_AT_MOST = 2.0
 """Faults strike for up to so many times the trial's minutes more."""
 LOOK_S = 1.0
@@ -243,11 +243,17 @@ class _Stage:
             episodes=EpisodeFigures.of(turns, tallies) if self._trial.agents else None,
             shows=(
                 *(name for name in MUST_BE_ZERO if getattr(found, name)),
-                *(name for name in TURNS_MUST_BE_ZERO if getattr(turns, name)),
+                *(name for name in TURNS_MUST_BE_ZERO if getattr(turns, name) and name not in self._excused(faults)),
             ),
             vitals=self._vitals.trend(),
             covered_by=PROTECTIONS[self._trial.without].covered_by if self._trial.without else "",
         ).with_missing()
+
+    def _excused(self, faults: Faults) -> tuple[str, ...]:
+        """Return what may happen where a server that does not sync every write loses its last second, in which an agent
+        was told an answer."""
+        loses = self._trial.appendfsync == "everysec" and faults.others["power_losses"]
+        return ("unrecorded",) if loses else ()
 
     def _rewards_repeated(self) -> int:
         logs = [self._trial.directory / "logs" / f"{name}.log" for name in self._workers]

@@ -159,7 +159,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
                     "agreement_bound": 0,  # engine and backend are doubles, which compute nothing alike
                 },
                 "optimizer": {"learning_rate": 0.1},
-                "checkpoint": {"every_steps": 3, "log_bytes": 1 << 30 if self.has_log else 0},
+                "checkpoint": {"every_steps": 1 if self.agents else 3, "log_bytes": 1 << 30 if self.has_log else 0},
                 "sampling": {"max_new_tokens": longest},
                 "engine": {
                     "kind": "benchmarks.chaos.worker:SlowEngine",
