@@ -179,10 +179,8 @@ class TrailObserver(RunObserver):
 
 def _trained(group: Group, trajectory: Trajectory, rows: Sequence[PackableSequence]) -> Trained:
     over = sum(int(((row.lags > MAX_LAG) & (row.loss_mask != 0)).sum()) for row in rows)
-    is_pilled, turns = is_pill(trajectory), tuple[episodes.EpisodeTurn, ...]()
-    if TinyBackend.is_of_agents:
+    trained = partial(Trained, str(trajectory.tid), trajectory.spans, over, identity=trajectory.identity)
+    if TinyBackend.is_of_agents:  # of whom no hostile worker sends any
         wrong = episodes.what_is_wrong_in(group.prompt, trajectory)
-        turns = episodes.trained_turns(trajectory)
-    else:
-        wrong = what_is_wrong(group.prompt, trajectory)
-    return Trained(str(trajectory.tid), trajectory.spans, over, wrong, trajectory.identity, is_pilled, turns)
+        return trained(wrong, turns=episodes.trained_turns(trajectory))
+    return trained(what_is_wrong(group.prompt, trajectory), is_pill=is_pill(trajectory))
