@@ -153,7 +153,7 @@ class Endpoint:
             await route.answer(Exchange(request, response, name, session, dialect))
         except (ConnectionError, asyncio.CancelledError):  # of a client that has left; no one reads what is said
             self._count("disconnected")
-            raise
+            raise asyncio.CancelledError from None  # of any other error aiohttp would write to the log
         except Exception as error:  # noqa: BLE001 - problem_of logs what nobody expects
             problem = problem_of(error)
             self.refused.note(problem, name if self._is_live(name) else "")
@@ -180,7 +180,7 @@ class Endpoint:
             await response.send_json(dialect.error(problem), problem.status, headers)
         except ConnectionError:
             self._count("disconnected")
-            raise
+            raise asyncio.CancelledError from None
 
     def _no_such_route(self, request: web.BaseRequest, route: Route | None) -> Problem:
         if route is not None:

@@ -165,7 +165,7 @@ async def test_an_answer_that_comes_as_its_client_leaves_is_lost(bench: Bench) -
     assert answer["choices"][0]["message"]["content"] == f"answer {number}"
 
 
-async def test_what_the_client_does_not_read_is_lost(bench: Bench) -> None:
+async def test_what_the_client_does_not_read_is_lost(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     size = 50_000_000
     bench.one.speak = lambda call, number: ParsedAnswer(content="x" * size)
     writer = await bench.raw()
@@ -179,6 +179,7 @@ async def test_what_the_client_does_not_read_is_lost(bench: Bench) -> None:
     assert len(answer["choices"][0]["message"]["content"]) == size
     assert len(bench.one.calls) == 1
     assert bench.endpoint.counts == {"disconnected": 1, "answered": 1}
+    assert not caplog.records, "a client could fill the log"
 
 
 async def test_a_client_that_never_reads_is_cut_off() -> None:
