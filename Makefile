@@ -169,8 +169,9 @@ test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and 
 test-agents: $(AGENTS)/.installed  ## the tests that need OpenAI's, Anthropic's clients, OpenEnv, TextArena and the like (five minutes)
 	@$(AGENTS)/bin/python -m pytest --no-skips $(RERUN) $(AGENT_TESTS)
 
-test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes (a minute)
-	@$(PEERS)/bin/python -m pytest --no-skips $(RERUN) tests/learner/test_peft.py tests/learner/test_quantized.py
+test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes; verl's own agent loops (a minute)
+	@$(PEERS)/bin/python -m pytest --no-skips $(RERUN) tests/learner/test_peft.py tests/learner/test_quantized.py \
+		tests/rollout_workers/agents/test_verl_loops.py
 
 test-sglang: $(SGLANG)/.installed  ## the tests that need SGLang, on a CPU (twenty minutes; SGLANG_VERSION=0.5.17)
 	@HEADWAY_TEST_MAIN=$(CURDIR)/$(BIN)/headway $(SGLANG)/bin/python -m pytest $(RERUN) -m sglang $(SGLANG_TESTS)

@@ -8,6 +8,7 @@
 output says of them; of the output, `reward_score`, `num_turns` and numbers in `extra_fields` are read.
 """
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -101,13 +102,19 @@ class VerlAgentLoopAgent(Agent):
             raise ConfigError(f"{where}.loop: {options.loop}: write async def run(self, sampling_params, **row).")
         self.resume = resume_of(self._class, f"{where}.loop")
         self._tokenizer = _tokenizer(options.tokenizer, f"{where}.tokenizer") if options.tokenizer else None
+        self._model_type = _model_type(options.tokenizer) if options.tokenizer else None
 
     async def rollout(self, episode: AgentEpisode, task: AgentTask) -> Outcome:
         """Play one episode."""
-        options, thread = self._options, EpisodeThread()
+        options, thread, loop = self._options, EpisodeThread(), asyncio.get_running_loop()
+
+        def make(**given: Any) -> Any:
+            asyncio.set_event_loop(loop)  # verl's own class keeps the loop of the thread in which it is made
+            return self._class(**given)
+
         try:
             given = accepted(self._class, self._parts(episode), options.loop)
-            own = await thread.call(self._class, deadline_s=options.make_s, **given)
+            own = await thread.call(make, deadline_s=options.make_s, **given)
         finally:
             await thread.close()
         row = {**row_of(task), "raw_prompt": task.messages, "index": task.id, "extra_info": dict(task.extra_info)}
@@ -130,6 +137,7 @@ class VerlAgentLoopAgent(Agent):
             "processor": None,
             "dataset_cls": None,
             "data_config": Settings({"config": config.get("data", {})}),
+            "hf_model_type": self._model_type,
         }
 
 
@@ -149,3 +157,14 @@ def _tokenizer(path: str, where: str) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: {path!r} has no tokenizer: {error}.") from error
+
+
+def _model_type(path: str) -> str | None:
+    """Return the model's type, by which verl knows what its template writes between turns; None where it is unknown."""
+    from transformers import PretrainedConfig
+
+    try:
+        found: dict[str, Any] = PretrainedConfig.get_config_dict(path)[0]
+    except OSError:
+        return None
+    return found.get("model_type")
