@@ -45,15 +45,21 @@ class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     def message(self) -> Message:
         """Return the assistant's message that a later call repeats."""
-        message: Message = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-                for one in self.tool_calls
-            ]
-        return message
+        calls = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in self.tool_calls
+        ]
+        return assistant_message(self.content, self.reasoning, calls)
+
+
+def assistant_message(content: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> Message:
+    """Return an assistant's message, of an answer or of a call that repeats it: sessions find the turn by it."""
+    message: Message = {"role": "assistant", "content": content or (None if tool_calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    return message
 
 
 def begin(messages: Sequence[Message], system_prompt: str) -> list[Message]:

@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 
 from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, Session
-from headway.rollout_workers.agents.conversation import Message, Tool
+from headway.rollout_workers.agents.conversation import Message, Tool, assistant_message
 
 from .dialect import Asked, event
 from .fields import (
     Fields,
-    assistant_message,
     check_tool_choice,
     content_text,
     flag,

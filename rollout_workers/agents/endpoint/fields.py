@@ -201,13 +201,3 @@ def function_call(call_id: Any, name: Any, arguments: Any, where: str) -> dict[s
     """Return a call of a tool as it stands in an assistant's message."""
     function = {"name": text(name, f"{where}.name"), "arguments": text(arguments, f"{where}.arguments")}
     return {"id": name_of(call_id, f"{where}.id"), "type": "function", "function": function}
-
-
-def assistant_message(content: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return an assistant's message as an answer has it, so that the session finds the turn that it repeats."""
-    message: dict[str, Any] = {"role": "assistant", "content": content or (None if tool_calls else "")}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if tool_calls:
-        message["tool_calls"] = tool_calls
-    return message

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, Session
-from headway.rollout_workers.agents.conversation import Message, Tool
+from headway.rollout_workers.agents.conversation import Message, Tool, assistant_message
 
 from .dialect import Asked, OpenAIErrors, event, token_logprobs
 from .fields import (
     NO_EFFECT,
     Fields,
-    assistant_message,
     check_tool_choice,
     content_text,
     flag,

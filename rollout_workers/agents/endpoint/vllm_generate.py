@@ -8,6 +8,7 @@ from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, C
 from .dialect import Asked, OpenAIErrors
 from .fields import NO_EFFECT, Fields, flag, mapping, names, refusal, sampling, text, whole_number
 from .native import token_ids
+from .openai_chat import usage
 
 FIELDS = Fields(
     read=names("token_ids sampling_params request_id stream return_token_ids output_mode"),
@@ -49,10 +50,8 @@ class VllmGenerate(OpenAIErrors):
             pairs = zip(answer.token_ids, answer.logprobs, strict=True)
             content = [{"token_id": one, "logprob": logprob, "top_logprobs": []} for one, logprob in pairs]
             choice["logprobs"] = {"content": content}
-        read, sampled = len(answer.prompt_token_ids), len(answer.token_ids)
-        usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
         head = {"request_id": asked.fields.get("request_id") or answer.id, "model": session.model}
-        whole: dict[str, Any] = {**head, "choices": [choice], "usage": usage, "output_mode": "tokens"}
+        whole: dict[str, Any] = {**head, "choices": [choice], "usage": usage(answer), "output_mode": "tokens"}
         return whole | ({"prompt_token_ids": answer.prompt_token_ids} if flag(asked.fields, "return_token_ids") else {})
 
     def events(self, asked: Asked, answer: ChatAnswer, session: Session) -> Iterable[bytes]:

@@ -64,7 +64,6 @@ def open_format(
     model: Path,
     end_tokens: tuple[int, ...],
     kind: str = "auto",
-    template: str | None = None,
     options: AgentFormatOptions = AgentFormatOptions(),  # noqa: B008 - frozen
     roots: ImportRoots | None = None,
 ) -> ChatFormat:
@@ -72,8 +71,7 @@ def open_format(
 
     `end_tokens`: those at which the engine ends an answer, at least one. `kind`: one of KINDS, or your own as
     package.module:Class, which is called with the directory and these tokens, and may be imported below `roots`.
-    `template`: a chat template in the place of the tokenizer's. Raises ConfigError for a model that no format is known
-    to fit, and for one that `kind` does not fit.
+    Raises ConfigError for a model that no format is known to fit, and for one that `kind` does not fit.
     """
     if not end_tokens:
         raise ConfigError("The run names no token at which an answer ends.")
@@ -85,15 +83,15 @@ def open_format(
     from .vocabulary import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    match _kind_of(tokenizer, template) if kind == "auto" else kind:
+    match _kind_of(tokenizer) if kind == "auto" else kind:
         case "chatml":
             from .chatml import ChatML
 
-            return _by_template(tokenizer, ChatML(), end_tokens, options, template)
+            return _by_template(tokenizer, ChatML(), end_tokens, options)
         case "llama3":
             from .llama3 import Llama3
 
-            return _by_template(tokenizer, Llama3(), end_tokens, options, template)
+            return _by_template(tokenizer, Llama3(), end_tokens, options)
         case "renderers":
             from .prime_renderers import PrimeRenderers
 
@@ -103,10 +101,10 @@ def open_format(
     return PlainFormat(tokenizer, end_tokens, options)
 
 
-def _kind_of(tokenizer: Any, template: str | None) -> str:
+def _kind_of(tokenizer: Any) -> str:
     """Return the format of a tokenizer, by its added tokens and its template. Raises ConfigError for unknown ones."""
     added = _added(tokenizer)
-    written = template or tokenizer.chat_template
+    written = tokenizer.chat_template
     for kind, tokens in _TOKENS.items():
         if added.issuperset(tokens) and (not written or tokens[0] in str(written)):
             return kind
@@ -123,9 +121,7 @@ def _added(tokenizer: Any) -> set[str]:
     return {token.content for token in tokenizer.added_tokens_decoder.values()}
 
 
-def _by_template(
-    tokenizer: Any, markup: Any, end_tokens: tuple[int, ...], options: AgentFormatOptions, template: str | None
-) -> ChatFormat:
+def _by_template(tokenizer: Any, markup: Any, end_tokens: tuple[int, ...], options: AgentFormatOptions) -> ChatFormat:
     from .checks import check_bridges
     from .template import TemplateFormat
 
@@ -134,7 +130,7 @@ def _by_template(
             f"{_WHERE}={markup.name}: the model's tokenizer lacks {lacking[0]}, so it has another format."
         )
     try:
-        chat_format = TemplateFormat(tokenizer, markup, end_tokens, options.template_options, template)
+        chat_format = TemplateFormat(tokenizer, markup, end_tokens, options.template_options)
     except FormatError as error:
         raise ConfigError(f"{_WHERE}={markup.name} cannot write a question: {error}") from error
     check_bridges(chat_format)

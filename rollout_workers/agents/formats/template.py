@@ -65,14 +65,12 @@ class Marks(NamedTuple):
 class TemplateFormat:
     """A format of models whose turns end with a token, by their template and the markup of their tool calls."""
 
-    def __init__(
-        self, tokenizer: Any, markup: Markup, end_tokens: Sequence[int], options: dict[str, Any], template: str | None
-    ) -> None:
-        """`template`: in the place of the tokenizer's own. Raises ConfigError for a template that does not fit."""
+    def __init__(self, tokenizer: Any, markup: Markup, end_tokens: Sequence[int], options: dict[str, Any]) -> None:
+        """Raises ConfigError for a template that does not fit."""
         self.name = markup.name
         self.vocabulary = Vocabulary(tokenizer)
         self._tokenizer, self._markup, self._options = tokenizer, markup, options
-        self._template = template or (None if tokenizer.chat_template else markup.template)
+        self._template = None if tokenizer.chat_template else markup.template
         self._has_guarded = False
         self._newest_tools: dict[tuple[bytes, str], list[Tool]] = {}
         self.writes_tools = self._writes_tools()

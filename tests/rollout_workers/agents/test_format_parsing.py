@@ -204,12 +204,6 @@ def test_variables_of_the_template(tmp_path: Path) -> None:
     assert decode(chat.bridge([*prompt, ends[1]], [ASKED_MORE], [])).endswith(begins)
 
 
-def test_a_template_in_the_place_of_the_tokenizers(tmp_path: Path) -> None:
-    ends = save_chat_model(tmp_path, MODELS["hermes"])
-    chat = open_format(tmp_path, ends, template=NO_TOOLS)
-    assert "You are small." in AutoTokenizer.from_pretrained(tmp_path).decode(chat.render([ASKED], []))
-
-
 UNKNOWN = "{% for m in messages %}<start>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
 XML_CALLS = HERMES.replace("call.function.arguments | tojson", "'<a>' + call.function.arguments.xkeyx + '</a>'")
 OTHER_CALLS = HERMES.replace("<tool_call>", "<call>")
