@@ -310,7 +310,7 @@ class Worker:
     def _room(self, places: int | None = None) -> int:
         """Return how many samples more the worker may begin if it takes so many at a time; by default its own."""
         places = self._concurrency.limit if places is None else places
-        busy = len(self._evaluation_sampler) + self._held.generating - self._player.outside
+        busy = len(self._evaluation_sampler) + self._held.generating - self._player.waiting_for_tools
         return min(places - busy, self._player.most_at_once * places - len(self._held))
 
     async def _wait(self, timeout_s: float | None) -> None:

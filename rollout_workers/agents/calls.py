@@ -139,7 +139,7 @@ class Sessions(Protocol):
     """The sessions of one endpoint."""
 
     def session(self, name: str) -> Session:
-        """Return the session of a lease by its name, which is its secret too. Raises SessionEndedError, and
+        """Return a session by its name, which is its secret too. Raises SessionEndedError, and
         SessionAwayError for one that may come back."""
         ...
 

@@ -105,9 +105,9 @@ class AgentPlayer:
         return cls(config, *opened, model=name, trained_temperature=trained_temperature)
 
     @property
-    def outside(self) -> int:
+    def waiting_for_tools(self) -> int:
         """See Player."""
-        return sum(session.is_outside for session in self._sessions.open.values())
+        return sum(session.waits_for_tools for session in self._sessions.open.values())
 
     @property
     def agent(self) -> AgentInfo:

@@ -127,7 +127,7 @@ class EpisodeSession:
         self._turns_of.pop("", None)
 
     @property
-    def is_outside(self) -> bool:
+    def waits_for_tools(self) -> bool:
         """Whether the agent has called before, and no call of it runs."""
         return self.called.is_set() and not self._running and not self._is_over
 

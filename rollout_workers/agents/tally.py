@@ -39,7 +39,7 @@ class EpisodeTally:
         return AgentInfo(
             episodes=len(sessions),
             running_requests=sum(session.running_requests for session in sessions),
-            waiting_for_tools=sum(session.is_outside for session in sessions),
+            waiting_for_tools=sum(session.waits_for_tools for session in sessions),
             finished=self._finished,
             finished_turns=self._finished_turns,
             turns=counts["turns"],

@@ -129,7 +129,7 @@ class Player(Protocol):
     """Samples that a worker holds at most for each place in its engine."""
 
     @property
-    def outside(self) -> int:
+    def waiting_for_tools(self) -> int:
         """The samples under way that have a turn behind them and ask nothing of the engine now, as their tools work."""
         ...
 
@@ -167,7 +167,7 @@ class Episodes:
 
     most_at_once = 2
     """So that slow rewards cannot pile up samples."""
-    outside = 0
+    waiting_for_tools = 0
     agent = msgspec.UNSET
 
     def __init__(self, environment: Environment, reward: Reward, decoding: Decoding) -> None:

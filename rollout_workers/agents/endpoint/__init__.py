@@ -1,6 +1,6 @@
 """The HTTP endpoint by which agents talk to the model, in the dialects that their clients speak.
 
-    client ──POST /s/LEASE/v1/...──► server ──► dialect.read ──► ChatCall ──► Session.chat
+    client ──POST /s/SESSION/v1/...──► server ──► dialect.read ──► ChatCall ──► Session.chat
                                        │                                          │
            ◄── JSON or events ── connections ◄── dialect.answer ◄── ChatAnswer ◄──┘
 

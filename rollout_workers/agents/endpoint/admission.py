@@ -27,23 +27,23 @@ class Calls:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, lease: str, session: Session, call: ChatCall) -> asyncio.Task[ChatAnswer]:
+    def start(self, session_name: str, session: Session, call: ChatCall) -> asyncio.Task[ChatAnswer]:
         """Begin to answer a call of a session. Raises ProblemError where there are too many already.
 
         The retry of a call that was turned away here is no retry to the session, which has not heard of it.
         """
-        if call.is_retry and self._forgive(lease, call.digest):
+        if call.is_retry and self._forgive(session_name, call.digest):
             call = msgspec.structs.replace(call, is_retry=False)
         try:
-            self._check_room(lease)
+            self._check_room(session_name)
         except ProblemError:
             if not call.is_retry:
-                self._remember(lease, call.digest)
+                self._remember(session_name, call.digest)
             raise
         task = asyncio.get_running_loop().create_task(self._bounded(session.chat(call)))
         self._tasks.add(task)
-        self._by_session[lease] += 1
-        task.add_done_callback(lambda ended: self._forget(lease, ended))
+        self._by_session[session_name] += 1
+        task.add_done_callback(lambda ended: self._forget(session_name, ended))
         return task
 
     async def close(self) -> None:
@@ -53,25 +53,25 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _check_room(self, lease: str) -> None:
+    def _check_room(self, session_name: str) -> None:
         if len(self._tasks) >= self._most:
             raise overloaded(f"the endpoint answers {self._most} calls at a time and no more")
-        if self._by_session[lease] >= self._most_of_session:
+        if self._by_session[session_name] >= self._most_of_session:
             message = f"an episode may have {self._most_of_session} calls at a time and no more"
             raise ProblemError(Problem(status=429, kind="busy", message=message, retry_after_s=2))
 
-    def _remember(self, lease: str, digest: str) -> None:
+    def _remember(self, session_name: str, digest: str) -> None:
         """Note that a call was turned away. The oldest of very many are forgotten: clients may have given them up."""
-        number = self._turned_away.pop((lease, digest), 0)
-        self._turned_away[lease, digest] = number + 1
+        number = self._turned_away.pop((session_name, digest), 0)
+        self._turned_away[session_name, digest] = number + 1
         if len(self._turned_away) > 4 * self._most:
             del self._turned_away[next(iter(self._turned_away))]
 
-    def _forgive(self, lease: str, digest: str) -> bool:
+    def _forgive(self, session_name: str, digest: str) -> bool:
         """Return whether such a call was turned away, and forget one."""
-        number = self._turned_away.pop((lease, digest), 0)
+        number = self._turned_away.pop((session_name, digest), 0)
         if number > 1:
-            self._turned_away[lease, digest] = number - 1
+            self._turned_away[session_name, digest] = number - 1
         return number > 0
 
     async def _bounded(self, call: Coroutine[Any, Any, ChatAnswer]) -> ChatAnswer:
@@ -85,10 +85,10 @@ class Calls:
             message = f"the call had no answer within {self._timeout_s:g} s"
             raise ProblemError(Problem(status=504, kind="timed_out", message=message)) from error
 
-    def _forget(self, lease: str, task: asyncio.Task[ChatAnswer]) -> None:
+    def _forget(self, session_name: str, task: asyncio.Task[ChatAnswer]) -> None:
         self._tasks.discard(task)
-        self._by_session[lease] -= 1
-        if not self._by_session[lease]:
-            del self._by_session[lease]
+        self._by_session[session_name] -= 1
+        if not self._by_session[session_name]:
+            del self._by_session[session_name]
         with contextlib.suppress(asyncio.CancelledError):
             task.exception()  # its client may have left, and then nobody else looks at it

@@ -48,7 +48,7 @@ class Exchange(NamedTuple):
 
     request: web.BaseRequest
     response: ClientResponse
-    lease: str
+    session_name: str
     session: Session
     dialect: Dialect
 
@@ -62,7 +62,7 @@ class Route(NamedTuple):
 
 
 class Endpoint:
-    """An HTTP server for the agents of one process. A lease is named by the path, `/s/LEASE/...`, or by the API key."""
+    """An HTTP server for the agents of one process. The path, `/s/SESSION/...`, or the API key names a session."""
 
     def __init__(self, sessions: Sessions, settings: EndpointSettings, claims: Claims | None = None) -> None:
         """`claims` has the tasks of agents that no worker starts; None: there are none."""
@@ -104,10 +104,10 @@ class Endpoint:
         endpoint.host, endpoint.port = host, listener.sockets[0].getsockname()[1]
         return endpoint
 
-    def url_of(self, lease: str) -> str:
+    def url_of(self, name: str) -> str:
         """Return the base URL of a session for a client of OpenAI's; without `/v1` it is for one of Anthropic's."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/s/{quote(lease, safe='')}/v1"
+        return f"http://{host}:{self.port}/s/{quote(name, safe='')}/v1"
 
     async def close(self) -> None:
         """Stop listening, cancel the calls that are being answered, and close all connections."""
@@ -139,7 +139,7 @@ class Endpoint:
         response, dialect = ClientResponse(request, self._settings.write_s), self._routes["chat/completions"].dialect
         name = ""
         try:
-            lease, path = split_path(request.rel_url.raw_path)
+            in_path, path = split_path(request.rel_url.raw_path)
             if path == "sessions" and self._claims is not None:
                 await self._claim(request, response, self._claims)
                 return response.sent or web.Response(status=500)
@@ -149,7 +149,7 @@ class Endpoint:
                 dialect = self._routes["messages"].dialect
             if route is None or route.method != request.method:
                 raise ProblemError(self._no_such_route(request, route))
-            name, session = self._session(request, lease)
+            name, session = self._session(request, in_path)
             await route.answer(Exchange(request, response, name, session, dialect))
         except (ConnectionError, asyncio.CancelledError):  # of a client that has left; no one reads what is said
             self._count("disconnected")
@@ -187,14 +187,14 @@ class Endpoint:
             message = f"{request.path[-80:]!r} takes {route.method}"
             return Problem(status=405, kind="wrong_method", message=message)
         paths = ", ".join(self._routes)
-        message = f"there is no path {request.path[-80:]!r} here; below /s/LEASE/v1/ there are {paths}"
+        message = f"there is no path {request.path[-80:]!r} here; below /s/SESSION/v1/ there are {paths}"
         return Problem(status=404, kind="not_found", message=message)
 
-    def _session(self, request: web.BaseRequest, lease: str) -> tuple[str, Session]:
+    def _session(self, request: web.BaseRequest, in_path: str) -> tuple[str, Session]:
         """Return the session that a request names, and by which name. Raises SessionEndedError, CallRefusedError for
         one that names two, and ProblemError for one that names none."""
         keys = api_keys(request)
-        names = [lease] if lease else keys
+        names = [in_path] if in_path else keys
         if not names:
             message = "no episode is named: use its URL, or its key as the API key"
             raise ProblemError(Problem(status=401, kind="unauthorized", message=message))
@@ -217,7 +217,7 @@ class Endpoint:
             asked = exchange.dialect.read(body, ignores_sampling=self._settings.ignore_sampling)
             call = with_headers(asked.call, exchange.request)
             self._check_open()
-            task = self._calls.start(exchange.lease, exchange.session, call)
+            task = self._calls.start(exchange.session_name, exchange.session, call)
             try:
                 await self._deliver(task, exchange, asked)
             except BaseException:
@@ -299,14 +299,14 @@ def api_keys(request: web.BaseRequest) -> list[str]:
 
 
 def split_path(raw_path: str) -> tuple[str, str]:
-    """Return the lease of a path, or "", and the rest of it without versions: clients differ in whether they add one to
-    a base URL."""
-    lease, path = "", raw_path.strip("/")
+    """Return the session's name in a path, or "", and the rest of it without versions: clients differ in whether they
+    add one to a base URL."""
+    name, path = "", raw_path.strip("/")
     if path.startswith("s/"):
-        lease, _, path = path.removeprefix("s/").partition("/")
+        name, _, path = path.removeprefix("s/").partition("/")
     while path.startswith("v1/"):
         path = path.removeprefix("v1/")
-    return unquote(lease), path
+    return unquote(name), path
 
 
 def with_headers(call: ChatCall, request: web.BaseRequest) -> ChatCall:

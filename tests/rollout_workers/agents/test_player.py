@@ -145,7 +145,7 @@ async def test_an_episode_goes_on_at_its_last_turn_after_its_worker_was_killed_o
     killed._leave = vanish  # type: ignore[method-assign]
     task = asyncio.create_task(killed.run())
     await until(lambda: [len(one._recorder.turns) for one in _sessions(player)] == [2] * CAPACITY)
-    await until(lambda: player.outside == CAPACITY)
+    await until(lambda: player.waiting_for_tools == CAPACITY)
     kept = {tuple(one._recorder.tokens) for one in _sessions(player)}
     task.cancel()
     await asyncio.wait([task])

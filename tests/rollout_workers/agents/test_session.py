@@ -473,18 +473,18 @@ async def test_rewards_of_turns_add_up_to_the_episodes() -> None:
     assert np.array_equal(trajectory.prompt_tokens, [900, 901])
 
 
-async def test_the_agent_is_outside_while_it_asks_nothing() -> None:
+async def test_the_agent_waits_for_tools_while_it_asks_nothing() -> None:
     engine = Engine("one")
     engine.may_answer.clear()
     attempt = Attempt(engine)
-    seen = [attempt.session.is_outside]  # it has not called yet, and will
+    seen = [attempt.session.waits_for_tools]  # it has not called yet, and will
     calling = asyncio.create_task(attempt.session.chat(user("hi")))
     while not engine.asked:  # noqa: ASYNC110 - the engine announces nothing
         await asyncio.sleep(0)
-    seen.append(attempt.session.is_outside)
+    seen.append(attempt.session.waits_for_tools)
     engine.may_answer.set()
     await calling
-    seen.append(attempt.session.is_outside)
+    seen.append(attempt.session.waits_for_tools)
     attempt.session.settle()
-    seen.append(attempt.session.is_outside)
+    seen.append(attempt.session.waits_for_tools)
     assert seen == [False, False, True, False]

@@ -6,7 +6,7 @@ from verl.experimental.agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.agent_loop import ToolListWrap
 from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY, function_tool
 
-from headway.rollout_workers.agents.tasks.calculator import calculator
+from headway.rollout_workers.agents.tasks.calculator import calculated
 
 
 def calculate(expression: str) -> str:
@@ -15,7 +15,7 @@ def calculate(expression: str) -> str:
     Args:
         expression: such as 12*(3+4)
     """
-    return str(calculator().call(expression=expression))
+    return calculated(expression)
 
 
 function_tool(calculate)
