@@ -51,13 +51,14 @@ class ChatCall(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Whether the client says that it repeats a call of which it got no answer."""
 
     @cached_property
+    def links(self) -> list[Link]:
+        """The conversation, of which a session knows the beginning already."""
+        return ConversationDigests().links(self.messages, self.tools)
+
+    @cached_property
     def digest(self) -> str:
         """Names what is asked: equal for calls that ask the same."""
-        return self.digest_after(ConversationDigests().links(self.messages, self.tools)[-1])
-
-    def digest_after(self, link: Link) -> str:
-        """Return the digest; `link` is the one of the call's last message."""
-        return digest_of_call(link, self.prompt_token_ids, self.max_tokens, self.role)
+        return digest_of_call(self.links[-1], self.prompt_token_ids, self.max_tokens, self.role)
 
     def check_sampling(self, *, temperature: float, top_p: float, top_k: int, seed: int | None) -> None:
         """Compare the sampling that the client asks for with the run's (`top_k` 0: of all tokens).

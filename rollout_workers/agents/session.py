@@ -174,15 +174,9 @@ class EpisodeSession:
         return answer
 
     def _named(self, call: ChatCall) -> ChatCall:
-        """Return a call that has its digest, for which only new messages are digested."""
-        vars(call)["digest"] = call.digest_after(self._digests.links(call.messages, call.tools)[-1])
+        """Return a call of whose conversation only new messages were digested."""
+        vars(call)["links"] = self._digests.links(call.messages, call.tools)
         return call
-
-    def _ended_by(self, call: ChatCall, parsed: ParsedAnswer) -> str:
-        """Return the digest of a call's conversation with its answer; "" for a call by tokens."""
-        if call.prompt_token_ids is not None:
-            return ""
-        return self._digests.links(call.messages, call.tools)[-1].then(parsed.message()).said.hex()
 
     def _note_answered(self, call: ChatCall, answer: ChatAnswer) -> None:
         self._unseen.discard(_number_of(answer.id))
@@ -377,7 +371,7 @@ class EpisodeSession:
             keeps=context.keeps,
             digest=call.digest,
             attempt=self._attempt,
-            conversation=self._ended_by(call, parsed),
+            conversation=_ended_by(call, parsed),
             role=call.role,
             finish_reason=turn.finished(),
             tool_calls=len(parsed.tool_calls),
@@ -461,9 +455,8 @@ class EpisodeSession:
         if call.prompt_token_ids is not None:
             return self._beginning(call.prompt_token_ids)
         answers = [place for place, one in enumerate(call.messages) if one.get("role") == "assistant"]
-        links = self._digests.links(call.messages, call.tools)
         for place in reversed(answers):
-            ended = self._turns_of.get(links[place + 1].said.hex())
+            ended = self._turns_of.get(call.links[place + 1].said.hex())
             if not ended:
                 continue
             after = max(ended, key=lambda number: (number not in self._unseen, number))
@@ -529,3 +522,8 @@ def _spent(context: list[int]) -> ChatAnswer:
 
 def _number_of(answer_id: str) -> int:
     return int(answer_id.removeprefix("turn-"))
+
+
+def _ended_by(call: ChatCall, parsed: ParsedAnswer) -> str:
+    """Return the digest of a call's conversation with its answer; "" for a call by tokens."""
+    return "" if call.prompt_token_ids is not None else call.links[-1].then(parsed.message()).said.hex()

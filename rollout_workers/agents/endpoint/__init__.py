@@ -6,6 +6,7 @@
 
     server.py             `Endpoint`: routes, sessions by path or by API key, one outcome for each request
     connections.py        connections, bodies, answers: bounded in number, size and time
+    known_parts.py        messages and tools that a request repeats, which are not read again
     admission.py          the calls that sessions are answering: bounded in number, for each session too
     problems.py           what can go wrong, as HTTP status and kind; refused_calls.py counts it
     dialect.py, fields.py the seam of the dialects; which fields of a request are read, harmless or refused

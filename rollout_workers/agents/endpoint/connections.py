@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
+from .known_parts import KnownParts
 from .problems import Problem, ProblemError, overloaded, unreadable
 
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -130,8 +131,8 @@ class Bodies:
         self._held_bytes = 0
 
     @asynccontextmanager
-    async def read(self, request: web.BaseRequest) -> AsyncIterator[dict[str, Any]]:
-        """Yield the JSON object of a request. Raises ProblemError."""
+    async def read(self, request: web.BaseRequest, known: KnownParts | None = None) -> AsyncIterator[dict[str, Any]]:
+        """Yield the JSON object of a request, with those parts that are `known` already. Raises ProblemError."""
         held = 0
         chunks = list[bytes]()
 
@@ -146,7 +147,7 @@ class Bodies:
             await self._receive(request, hold)
             body = b"".join(chunks)
             chunks.clear()
-            yield self._decoded(body)
+            yield self._decoded(body, known or KnownParts())
         finally:
             self._held_bytes -= held
 
@@ -170,11 +171,11 @@ class Bodies:
         if self._held_bytes > self._settings.bodies_bytes:
             raise overloaded("the endpoint has too many large requests at once")
 
-    def _decoded(self, body: bytes) -> dict[str, Any]:
+    def _decoded(self, body: bytes, known: KnownParts) -> dict[str, Any]:
         if sum(map(body.count, (b",", b"[", b"{"))) > self._settings.body_values:
             raise too_large(f"a request may have {self._settings.body_values} values and no more")
         try:
-            return msgspec.json.decode(body or b"{}", type=dict[str, Any])
+            return known.decoded(body or b"{}")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise unreadable(f"the request's body is no JSON object that can be read: {error}"[:300]) from error
 

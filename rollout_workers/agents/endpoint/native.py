@@ -71,16 +71,16 @@ class Native(OpenAIErrors):
         for name in body:
             if name not in ChatCall.__struct_fields__:
                 raise refusal(name[:100], f"a turn has the fields {', '.join(ChatCall.__struct_fields__)}")
+        messages, tools = (items(body.pop(name, []), name) for name in ("messages", "tools"))
         call = _converted(body, ChatCall)
-        if bool(call.messages) == (call.prompt_token_ids is not None):
+        if bool(messages) == (call.prompt_token_ids is not None):
             raise CallRefusedError("a turn has either messages or prompt_token_ids", "messages")
         if call.prompt_token_ids is not None:
             token_ids(call.prompt_token_ids, "prompt_token_ids")
         if call.max_tokens is not None and call.max_tokens < 1:
             raise CallRefusedError("'max_tokens' must be an integer from 1 on", "max_tokens")
-        messages = [read_message(one, f"messages[{i}]") for i, one in enumerate(items(call.messages, "messages"))]
-        call = msgspec.structs.replace(call, messages=messages, tools=read_tools(call.tools))
-        return Asked(call=call)
+        read = [read_message(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        return Asked(call=msgspec.structs.replace(call, messages=read, tools=read_tools(tools)))
 
     def answer(self, asked: Asked, answer: ChatAnswer, session: Session) -> dict[str, Any]:
         """Return the body of a response."""
@@ -95,8 +95,7 @@ class Native(OpenAIErrors):
             token_ids=answer.token_ids,
             logprobs=answer.logprobs,
         )
-        fields: dict[str, Any] = msgspec.to_builtins(turn)
-        return fields
+        return msgspec.structs.asdict(turn)
 
     def events(self, asked: Asked, answer: ChatAnswer, session: Session) -> Iterable[bytes]:
         """Refuse: no request of this dialect streams."""

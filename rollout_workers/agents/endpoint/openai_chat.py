@@ -24,6 +24,7 @@ from .fields import (
     text,
     whole_number,
 )
+from .known_parts import JsonPart
 
 FIELDS = Fields(
     read=names(
@@ -134,6 +135,14 @@ def usage(answer: ChatAnswer) -> dict[str, int]:
 
 def read_message(message: dict[str, Any], where: str) -> Message:
     """Return a message of a request in the shape that sessions take."""
+    if not isinstance(message, JsonPart):
+        return _message(message, where)
+    if message.read is None:
+        message.read = _message(message, where)
+    return message.read
+
+
+def _message(message: dict[str, Any], where: str) -> Message:
     fields = MESSAGE.check(message, ignores_sampling=False, path=f"{where}.")
     content = fields.get("content")
     match fields.get("role"):
@@ -164,10 +173,15 @@ def _assistant(fields: dict[str, Any], content: Any, where: str) -> Message:
 
 def read_tools(tools: Any) -> list[Tool]:
     """Return the tools of a request in the shape that sessions take."""
-    found = []
-    for i, tool in enumerate(items(tools, "tools")):
-        if tool.get("type", "function") != "function":
-            raise refusal(f"tools[{i}].type", "the model can call functions alone")
-        function = mapping(tool.get("function"), f"tools[{i}].function")
-        found.append(function_tool(function, f"tools[{i}].function"))
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(items(tools, "tools"))]
+
+
+def _tool(tool: dict[str, Any], where: str) -> Tool:
+    if isinstance(tool, JsonPart) and tool.read is not None:
+        return tool.read
+    if tool.get("type", "function") != "function":
+        raise refusal(f"{where}.type", "the model can call functions alone")
+    found = function_tool(mapping(tool.get("function"), f"{where}.function"), f"{where}.function")
+    if isinstance(tool, JsonPart):
+        tool.read = found
     return found

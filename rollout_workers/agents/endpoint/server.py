@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote, unquote
+from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import web
@@ -27,6 +28,7 @@ from .admission import Calls
 from .anthropic_messages import AnthropicMessages
 from .connections import AgentServer, Bodies, ClientResponse, EndpointSettings
 from .dialect import Asked, Dialect
+from .known_parts import KnownParts
 from .native import Native, finished, rewarded
 from .openai_chat import OpenAIChat
 from .openai_responses import OpenAIResponses
@@ -71,6 +73,7 @@ class Endpoint:
         self._settings = settings
         self._calls = Calls(settings.calls, settings.session_calls, settings.call_s)
         self._bodies = Bodies(settings)
+        self._known = WeakKeyDictionary[Session, KnownParts]()
         self.counts: dict[str, int] = Counter()
         """Requests by their outcome, and connections that were refused."""
         self.refused = RefusedCalls()
@@ -213,7 +216,8 @@ class Endpoint:
         return True
 
     async def _answer_call(self, exchange: Exchange) -> None:
-        async with self._bodies.read(exchange.request) as body:
+        known = self._known.setdefault(exchange.session, KnownParts())
+        async with self._bodies.read(exchange.request, known) as body:
             asked = exchange.dialect.read(body, ignores_sampling=self._settings.ignore_sampling)
             call = with_headers(asked.call, exchange.request)
             self._check_open()
