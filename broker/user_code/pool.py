@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -22,12 +23,17 @@ import msgspec
 from headway.broker.errors import ConfigError, UserCodeError
 
 from .host import CANCEL, LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
+from .leftovers import kill_marked
 
 MOST_OUTPUT_BYTES, OUTPUT_S = 1 << 20, 60.0
 """The most bytes that a process may print into the log of its caller, in so many seconds."""
 CHUNK_BYTES = 1 << 16
 FLUSH_S = 1.0
 """The longest wait for what a process had printed before it ended."""
+MARK = "HEADWAY_HOST"
+"""The variable by which a process is known to be a host's, or one that it has started."""
+ABANDONED_S = 60.0
+"""A call whose caller was cancelled may take so long to end, before its process is killed."""
 END_S = 5.0
 """A process may take so long to end after its channel has closed, and again after it was killed."""
 
@@ -47,8 +53,12 @@ class RefusedError(UserCodeError):
 class HostProcess:
     """A process with an opened program. `start` makes it, on the event loop on which it is used."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
         self._process = process
+        self._mark = mark
+        self._abandoned: dict[int, asyncio.TimerHandle] = {}
+        """Calls that were cancelled and have not ended, and what kills the process if they do not."""
+        self._losing: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[CallAnswer]] = {}
         self._listening: asyncio.Task[None] | None = None
@@ -61,16 +71,17 @@ class HostProcess:
     async def start(cls, program: Program, most_places: int) -> Self:
         """Returns a new process that has opened `program`. Raises ConfigError with the program's reason where it cannot
         be opened, UserCodeError where opening it hangs or ends the process."""
+        mark = secrets.token_hex(16)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "headway.broker.user_code.host"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=_directory_of(program),
-            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", MARK: mark},
             start_new_session=True,
         )
-        host = cls(process)
+        host = cls(process, mark)
         host._forwarding = asyncio.create_task(host._forward(program.name))
         try:
             places = await host._open(program)
@@ -103,6 +114,9 @@ class HostProcess:
             raise HostLostError(self._end) from None
         except asyncio.CancelledError:
             self._cancel(number)
+            if grace_s and not self._end:
+                later = asyncio.get_running_loop().call_later(ABANDONED_S, self._lose_abandoned)
+                self._abandoned[number] = later
             raise
         finally:
             self._waiting.pop(number, None)
@@ -114,6 +128,8 @@ class HostProcess:
 
     async def lose(self, reason: str) -> None:
         """Kill the process and all that it has started. Calls in it fail. Idempotent."""
+        for timer in self._abandoned.values():
+            timer.cancel()
         if not self._end:
             self._end = reason
             with suppress(ProcessLookupError):
@@ -121,6 +137,8 @@ class HostProcess:
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._process.wait()
+        with suppress(OSError):
+            kill_marked(MARK, self._mark)
         if self._forwarding is not None:  # what it has written before its end; another process may hold the pipe
             await asyncio.wait([self._forwarding], timeout=FLUSH_S)
             self._forwarding.cancel()
@@ -129,6 +147,9 @@ class HostProcess:
         for answered in self._waiting.values():
             if not answered.done():
                 answered.set_exception(HostLostError(self._end))
+
+    def _lose_abandoned(self) -> None:
+        self._losing = asyncio.create_task(self.lose("did not end a call that was cancelled"))
 
     async def _open(self, program: Program) -> int:
         """Open the program, and return how many calls it takes at once."""
@@ -149,6 +170,8 @@ class HostProcess:
         with suppress(asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
             while True:
                 answer = await self._read()
+                if (timer := self._abandoned.pop(answer.number, None)) is not None:
+                    timer.cancel()
                 answered = self._waiting.get(answer.number)
                 if answered is not None and not answered.done():
                     answered.set_result(answer)

@@ -22,6 +22,8 @@ from msgspec import Meta
 
 from headway.broker.errors import HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
+from headway.broker.user_code.leftovers import kill_marked
+from headway.broker.user_code.pool import MARK
 from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome, Resume
 from headway.rollout_workers.agents.tools.threads import uncancelled
 
@@ -33,6 +35,8 @@ MOST_TOLD = 2000
 """So many characters of the end of its errors are told."""
 FLUSH_S = 5.0
 """The longest wait for what a program had written before its end."""
+TASK = "HEADWAY_TASK"
+"""The variable that names the file with the task; by it all processes of an episode are known."""
 NOT_PASSED_ON = ("HEADWAY_", "OPENAI_", "ANTHROPIC_", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 """Variables of this process that its programs do not get: they may hold secrets, or are meant for Headway's own."""
 
@@ -73,7 +77,7 @@ class CommandAgent(Agent):
         process: asyncio.subprocess.Process | None = None
         output, errors = _Tail(), _Tail()
         try:
-            file, work = directory / "task.json", directory / "work"
+            file, work = _task_file(directory), directory / "work"
             file.write_bytes(msgspec.json.encode(task))
             work.mkdir()
             await self._guard.start()
@@ -119,15 +123,17 @@ class CommandAgent(Agent):
             "OPENAI_API_KEY": episode.api_key,
             "ANTHROPIC_BASE_URL": episode.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": episode.api_key,
-            "HEADWAY_TASK": str(task_file),
+            TASK: str(task_file),
+            **({MARK: os.environ[MARK]} if MARK in os.environ else {}),
         }
 
     async def _free(self, process: asyncio.subprocess.Process | None, directory: Path, *tails: "_Tail") -> None:
-        """Kill all of the program's group, and remove its directory."""
+        """Kill all of the program's group and what has left it, and remove its directory."""
         if process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+            await asyncio.to_thread(kill_marked, TASK, str(_task_file(directory)))
         await asyncio.gather(*(tail.end() for tail in tails))
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
         if process is not None:
@@ -155,6 +161,7 @@ class _Guard:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.DEVNULL,
                     start_new_session=True,
+                    env={},  # without the mark of this process's own, which it is to outlive by an instant
                 )
 
     def watch(self, group: int, directory: Path) -> None:
@@ -212,6 +219,10 @@ class _Tail:
         await asyncio.wait([self._reading], timeout=FLUSH_S)
         self._reading.cancel()
         await asyncio.wait([self._reading])
+
+
+def _task_file(directory: Path) -> Path:
+    return directory / "task.json"
 
 
 def _outcome(output: bytes, number_is_reward: bool, program: str) -> Outcome:

@@ -54,7 +54,10 @@ class Stage:
             generate=self.engine.generate,
             max_model_len=20_000,
         )
-        scored = await self.player.play(sample)
+        try:
+            scored = await self.player.play(sample)
+        finally:
+            self.engine.asked.clear()
         assert scored is not None
         return scored
 

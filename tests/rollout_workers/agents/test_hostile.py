@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from headway.broker.user_code import pool
+from headway.rollout_workers.agents.hosted import AgentHosts
 from headway.rollout_workers.rewards.base import UnscoredError
 
 from .stage import MARK, Stage, held, remains, staged, until
@@ -26,7 +28,7 @@ FAILED = {
     "mute": "raised MuteError",
     "cancelled": "was cancelled",
     "vast_error": "raised ValueError: xxx",
-    "vast_result": "returned 'xxx.*must return a number",
+    "vast_result": "returned 'xxx.*number",
     "many_results": "returned 100000 measures",
     "broken_result": "raised RuntimeError: no",
     "memory": "raised MemoryError",
@@ -37,7 +39,7 @@ FAILED = {
     "exit_in_task": "ended its process with exit code 4",
 }
 """How the worker words what became of an agent."""
-DONE = ("print", "signals", "thread", "fork", "late")
+DONE = ("print", "signals", "thread", "fork", "bomb", "children", "late")
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +93,47 @@ async def test_an_agent_that_leaves_things_behind_has_its_reward(stage: Stage, a
 
 async def test_a_process_of_an_agent_ends_before_its_worker_where_memory_is_short(stage: Stage) -> None:
     assert (await stage.play("oom")).components["agent/score"] == 1000.0
+
+
+async def test_an_agent_that_takes_no_cancelling_loses_its_process(
+    stage: Stage, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "ABANDONED_S", 0.1)
+    playing = asyncio.create_task(stage.play("deaf"))
+    await until((environment / "deaf").exists)
+    assert isinstance(stage.player._agents, AgentHosts)
+    host = stage.player._agents._pool._shared[0]._process
+    assert host is not None
+    playing.cancel()
+    await asyncio.wait([playing])
+    await until(lambda: host.is_lost)
+    assert (await stage.play("good")).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    "act", ["wait", "spin", pytest.param("deaf", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.slow)]
+)
+async def test_an_agent_that_never_ends_is_ended_at_its_deadline(
+    environment: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    monkeypatch.setattr(pool, "CANCEL_S", 0.1)
+    async with leaving_nothing(), staged(ACTS, episode_s=0.5) as opened:
+        with pytest.raises(UnscoredError, match=r"ran past its deadline of 0.5 s"):
+            await opened.play(act)
+
+
+async def test_nonsense_is_refused_and_what_follows_is_answered(stage: Stage) -> None:
+    assert (await stage.play("nonsense")).reward == 1.0
+
+
+async def test_keys_of_other_episodes_open_nothing(stage: Stage, environment: Path) -> None:
+    assert (await stage.play("key")).reward == 1.0
+    beside = asyncio.create_task(stage.play("key"))
+    await asyncio.sleep(0)
+    (other,) = stage.player._sessions.open
+    found = (await stage.play(f"keys {other}")).components
+    await beside
+    assert (found["agent/guessed"], found["agent/ended"], found["agent/none"]) == (410.0, 410.0, 401.0)
+    assert found["agent/both"] in (200.0, 400.0)
+    assert found["agent/odd"] == 410.0
+    assert found["agent/above"] in (401.0, 404.0, 410.0)
