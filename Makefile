@@ -28,7 +28,7 @@ TASK ?= short
 # Debian has all of these but kubectl: packages prometheus, shellcheck, munge, slurm-wlm, redis-tools and chromium.
 EXTERN_TOOLS := promtool prometheus shellcheck munged slurmctld slurmd sbatch srun scontrol redis-cli chromium kubectl
 AGENT_TESTS := tests/rollout_workers/agents/test_endpoint_clients.py tests/rollout_workers/agents/test_peer_packages.py \
-	tests/rollout_workers/agents/test_agent_packages.py
+	tests/rollout_workers/agents/test_agent_packages.py tests/end_to_end/test_agent_package.py
 EXTERN_TESTS := tests/deploy/test_dashboards.py tests/deploy/test_slurm.py tests/deploy/test_kubernetes.py \
 	tests/deploy/test_kubernetes_containers.py tests/end_to_end/test_same_figures.py \
 	tests/end_to_end/test_browser.py tests/docs/test_site_in_browser.py
@@ -166,7 +166,7 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray (three minutes on 2 core
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio (a minute)
 	@$(TRACKERS)/bin/python -m pytest --no-skips $(RERUN) tests/deploy/sinks/test_trackers.py
 
-test-agents: $(AGENTS)/.installed  ## the tests that need OpenAI's, Anthropic's clients, OpenEnv, TextArena and the like (five minutes)
+test-agents: $(AGENTS)/.installed  ## the tests that need OpenAI's, Anthropic's clients, OpenEnv, agents' packages and the like (eight minutes)
 	@$(AGENTS)/bin/python -m pytest --no-skips $(RERUN) $(AGENT_TESTS)
 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes; verl's own agent loops (a minute)
