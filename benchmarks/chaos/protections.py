@@ -245,9 +245,16 @@ PROTECTIONS = {
     "identity_check": Protection(_identity_check, {"wake leftover": 2.0}),
     "possible_check": Protection(_possible_check, {"send pill": 0.5}),
     "durable_answer": Protection(_durable_answer, {"kill worker": 2.0}, agents="outside"),
-    # A worker's link stalls, so that it loses an episode whose agent has yet to hear of the turn that is durable.
-    "recorded_answers": Protection(_recorded_answers, {"cut link": 1.0, "kill worker": 4.0}, agents="outside"),
-    "unseen_turns": Protection(_unseen_turns, {"kill host": 2.0, "kill worker": 5.0}, agents="hosted"),
+    "recorded_answers": Protection(
+        _recorded_answers,
+        {"cut link": 1.0, "kill worker": 4.0},
+        covered_by="turns that no attempt repeats are not trained",
+        saves_work=True,
+        agents="outside",
+    ),
+    "unseen_turns": Protection(
+        _unseen_turns, {"kill host": 2.0, "kill worker": 5.0}, "recorded_answers", agents="hosted"
+    ),
     "quarantine": Protection(_quarantine, {"send pill": 0.5}, covered_by="pills are refused", saves_work=True),
 }
 
