@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,8 @@ from .session import EpisodeSession
 from .tally import EpisodeTally, measures_of
 from .tree import EpisodeRecorder
 
+FEW_SESSIONS, COUNT_S = 64, 0.05
+"""Sessions that are counted whenever they are asked for, and the seconds between two counts of more."""
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +71,7 @@ class AgentPlayer:
         self._model = model
         self._trained_temperature, self._is_temperature_told = trained_temperature, False
         self._tally, self._is_taken_told = EpisodeTally(), False
+        self._waiting, self._count_again_s = 0, 0.0
         self._dropped = DroppedMeasures(f"agent {config.kind}")
         self._failures = CallFailures(
             f"agent {config.kind}",
@@ -106,8 +110,12 @@ class AgentPlayer:
 
     @property
     def waiting_for_tools(self) -> int:
-        """See Player."""
-        return sum(session.waits_for_tools for session in self._sessions.open.values())
+        """See Player. A worker asks again and again, so many sessions are counted at intervals."""
+        sessions, now = self._sessions.open.values(), time.monotonic()
+        if len(sessions) <= FEW_SESSIONS or now >= self._count_again_s:
+            self._waiting = sum(one.waits_for_tools for one in sessions)
+            self._count_again_s = now + COUNT_S
+        return self._waiting
 
     @property
     def agent(self) -> AgentInfo:
