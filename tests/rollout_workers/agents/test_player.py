@@ -84,12 +84,19 @@ class Run(NamedTuple):
     worker: Worker
 
 
-async def played(brokers: tuple[Broker, Broker], player: AgentPlayer, directory: Path, groups: int = 2) -> Run:
-    """Have the player play two groups of each version: of version 0, and of version 1 where there are four."""
-    learner = await Learner.start(brokers[0], groups=groups)
-    deliveries = Deliveries()
+async def opened(
+    brokers: tuple[Broker, Broker], player: AgentPlayer, directory: Path, groups: int = 2
+) -> tuple[Learner, Worker, Deliveries]:
+    """Return a learner that has announced version 0, a worker that has yet to run, and its way to the learner."""
+    learner, deliveries = await Learner.start(brokers[0], groups=groups), Deliveries()
     await learner.publish(0, deliveries)
     worker = make_worker(brokers[1], make_engine(directory / "m"), deliveries, player=player, max_new_tokens=LONG)
+    return learner, worker, deliveries
+
+
+async def played(brokers: tuple[Broker, Broker], player: AgentPlayer, directory: Path, groups: int = 2) -> Run:
+    """Have the player play two groups of each version: of version 0, and of version 1 where there are four."""
+    learner, worker, deliveries = await opened(brokers, player, directory, groups)
     async with running(worker):
         found = [*await learner.take(0)]
         if groups > 2:
@@ -241,5 +248,6 @@ async def test_a_reward_that_nobody_gives_is_an_error(open_player: Opener, tmp_p
 async def test_a_worker_whose_agent_fails_again_and_again_ends(
     brokers: tuple[Broker, Broker], open_player: Opener, tmp_path: Path
 ) -> None:
+    _, worker, _ = await opened(brokers, await open_player("fail"), tmp_path)
     with pytest.raises(RewardError, match=r"agent .*:fail failed on prompt .*raised KeyError"):
-        await played(brokers, await open_player("fail"), tmp_path)
+        await worker.run()
