@@ -18,6 +18,7 @@ MEASURES = frozenset(
         "resumed",
         "restarted",
         "repeated",
+        "lost_calls",
         "over_budget",
         "turn_timeouts",
         "replaced_temperature",

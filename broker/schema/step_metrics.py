@@ -48,6 +48,10 @@ class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Calls that were answered with a turn of an earlier attempt."""
     repeated_calls: int = 0
     """Calls that were answered with a turn of the same attempt."""
+    lost_calls: int = 0
+    """Calls that an earlier worker had not answered when it was lost."""
+    restarted: int = 0
+    """Episodes that began anew, as their agent cannot repeat what it did."""
     over_budget: int = 0
     """Calls for which the episode had no turn or token left."""
     turn_timeouts: int = 0

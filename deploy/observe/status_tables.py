@@ -221,7 +221,8 @@ def _agents(agents: AgentsTogether) -> Table:
     table.add_row(*(f"{count:,}" for count in counts), *means, *shares)
     captions = [
         f"{agents.unseen_turns:,} turns unseen, {agents.resumed_calls:,} calls resumed, {agents.repeated_calls:,}"
-        f" repeated, {agents.over_budget:,} over budget, {agents.turn_timeouts:,} over agent.turn_s"
+        f" repeated, {agents.lost_calls:,} lost, {agents.over_budget:,} over budget, {agents.turn_timeouts:,} over"
+        f" agent.turn_s, {agents.restarted:,} episodes restarted"
     ]
     for what, found in (("failed", agents.failures), ("calls refused", agents.refused_calls)):
         if found:

@@ -58,6 +58,8 @@ def agent_figures(trajectories: Sequence[Trajectory]) -> AgentFigures | msgspec.
         unseen_fraction=total("unseen_turns") / turns,
         resumed_calls=total("resumed"),
         repeated_calls=total("repeated"),
+        lost_calls=total("lost_calls"),
+        restarted=total("restarted"),
         over_budget=total("over_budget"),
         turn_timeouts=total("turn_timeouts"),
         failures=by_reason(FAILED),

@@ -9,6 +9,7 @@
     conversation.py  messages, tools and tool calls; `ChatFormat`, the seam between them and tokens
     digests.py       names conversations, each by the one before it
     calls.py         a call of the model and its answer; `Session`, what an endpoint speaks to
+    answers.py       turns as their agents get them
     session.py       answers the calls of one episode: from the record, by the engine, or with a refusal
     tree.py          records an episode's turns
     player.py        plays samples by agents, scores them, and serves their endpoint

@@ -25,10 +25,11 @@ from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
 
+from .answers import answer_of, conversation_after, spent_answer, turn_number
 from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
 from .conversation import ChatFormat, FormatError, Message, ParsedAnswer
 from .digests import ConversationDigests, content_of
-from .tree import EpisodeRecorder, RecordedTurn
+from .tree import EpisodeRecorder
 
 LONG_TEXT = 8192
 """Characters of which a tokenizer takes milliseconds to make tokens. A thread costs more than a shorter text."""
@@ -179,14 +180,14 @@ class EpisodeSession:
         return call
 
     def _note_answered(self, call: ChatCall, answer: ChatAnswer) -> None:
-        self._unseen.discard(_number_of(answer.id))
+        self._unseen.discard(turn_number(answer.id))
         if call.role == "main" and answer.token_ids:
-            self._rewarded = _number_of(answer.id)
+            self._rewarded = turn_number(answer.id)
 
     def note_lost(self, answer: ChatAnswer) -> None:
         """See Session."""
         if answer.token_ids:
-            self._unseen.add(_number_of(answer.id))
+            self._unseen.add(turn_number(answer.id))
             self._noted.clear()
 
     def count_tokens(self, call: ChatCall) -> int:
@@ -303,7 +304,7 @@ class EpisodeSession:
         self.counts["resumed" if found < self._recorder.resumed else "repeated"] += 1
         self._unseen.discard(found)
         turn = self._recorder.turn(found)
-        return _answer(turn, self._format.parse(turn.token_ids, call.tools))
+        return answer_of(turn, self._format.parse(turn.token_ids, call.tools))
 
     async def _sampled(self, call: ChatCall, waited_s: float) -> ChatAnswer:
         try:
@@ -344,7 +345,7 @@ class EpisodeSession:
                 async with self._reserved_for(call, context) as longest:
                     if longest < 1:
                         self.counts["over_budget"] += 1
-                        return _spent(context.whole)
+                        return spent_answer(context.whole)
                     turn = Recorder()
                     await self._sample.generate(self._request(call, context.whole, longest), turn)
                     limit.reschedule(None)  # to make it durable may take as long as the broker is away
@@ -354,7 +355,7 @@ class EpisodeSession:
             self.counts["turn_timeouts"] += 1
             raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
         self._check_open()
-        return _answer(self._recorder.turn(number, context.whole), parsed)
+        return answer_of(self._recorder.turn(number, context.whole), parsed)
 
     async def _keep(
         self,
@@ -371,7 +372,7 @@ class EpisodeSession:
             keeps=context.keeps,
             digest=call.digest,
             attempt=self._attempt,
-            conversation=_ended_by(call, parsed),
+            conversation=conversation_after(call, parsed),
             role=call.role,
             finish_reason=turn.finished(),
             tool_calls=len(parsed.tool_calls),
@@ -495,35 +496,3 @@ async def _beside(messages: Sequence[Message], work: Callable[..., T], *argument
     if sum(len(content_of(message)) for message in messages) < LONG_TEXT:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
-
-
-def _answer(turn: RecordedTurn, parsed: ParsedAnswer) -> ChatAnswer:
-    """Return a turn as its agent gets it. Ids of tool calls are unique in the episode, and the same when the turn is
-    repeated."""
-    named = tuple(replace(one, id=f"call_{turn.number}_{place}") for place, one in enumerate(parsed.tool_calls))
-    is_cut = turn.call.finish_reason == "length"
-    return ChatAnswer(
-        message=replace(parsed, tool_calls=named).message(),
-        finish_reason="length" if is_cut else "tool_calls" if named else "stop",
-        prompt_token_ids=turn.context,
-        token_ids=turn.token_ids,
-        logprobs=turn.logprobs,
-        id=f"turn-{turn.number}",
-    )
-
-
-def _spent(context: list[int]) -> ChatAnswer:
-    """Return the answer of an episode that has no turn or token left."""
-    message = {"role": "assistant", "content": ""}
-    return ChatAnswer(
-        message=message, finish_reason="length", prompt_token_ids=context, token_ids=[], logprobs=[], id="turn--1"
-    )
-
-
-def _number_of(answer_id: str) -> int:
-    return int(answer_id.removeprefix("turn-"))
-
-
-def _ended_by(call: ChatCall, parsed: ParsedAnswer) -> str:
-    """Return the digest of a call's conversation with its answer; "" for a call by tokens."""
-    return "" if call.prompt_token_ids is not None else call.links[-1].then(parsed.message()).said.hex()

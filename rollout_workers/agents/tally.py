@@ -51,6 +51,8 @@ class EpisodeTally:
             unseen_turns=counts["unseen_turns"],
             resumed_calls=counts["resumed"],
             repeated_calls=counts["repeated"],
+            lost_calls=counts["lost_calls"],
+            restarted=counts["restarted"],
             over_budget=counts["over_budget"],
             turn_timeouts=counts["turn_timeouts"],
             failures=dict(self._failures),

@@ -88,9 +88,10 @@ def test_the_endpoint_shows_the_episodes_of_agents_where_there_are_some() -> Non
         "forks_total": 40,
         "reread_tokens_total": 500,
         "unseen_turns_total": 12,
+        "restarted_episodes_total": 8,
     }
     assert {name: figure(found, f"headway_worker_agent_{name}") for name in expected} == expected
-    outcomes = {"resumed": 3, "repeated": 2, "over_budget": 5, "turn_timeout": 1}
+    outcomes = {"resumed": 3, "repeated": 2, "lost": 6, "over_budget": 5, "turn_timeout": 1}
     assert {one: figure(found, "headway_worker_agent_calls_total", outcome=one) for one in outcomes} == outcomes
     for what, counts in (("failed_episodes", AGENT.failures), ("refused_calls", AGENT.refused_calls)):
         assert {one: figure(found, f"headway_worker_agent_{what}_total", reason=one) for one in counts} == counts

@@ -423,7 +423,7 @@ function agents(all) {
   if (!all) return null;
   const percent = (share) => (share === null ? "-" : `${figure(100 * share)}%`), reasons = (counts) => Object.entries(counts).map(([reason, count]) => [reason, count]);
   const now = [["open", all.episodes], ["requests running", all.running_requests], ["waiting for tools", all.waiting_for_tools], ["finished", all.finished]];
-  const means = [["turns of a finished episode", all.turns_per_episode], ["seconds of tools a turn", all.tool_s_per_turn], ["turns that fork", percent(all.fork_fraction)], ["tokens re-read by forks", percent(all.reread_fraction)], ["turns unseen", all.unseen_turns], ["calls resumed", all.resumed_calls], ["calls repeated", all.repeated_calls], ["calls over budget", all.over_budget], ["calls over agent.turn_s", all.turn_timeouts]];
+  const means = [["turns of a finished episode", all.turns_per_episode], ["seconds of tools a turn", all.tool_s_per_turn], ["turns that fork", percent(all.fork_fraction)], ["tokens re-read by forks", percent(all.reread_fraction)], ["turns unseen", all.unseen_turns], ["calls resumed", all.resumed_calls], ["calls repeated", all.repeated_calls], ["calls lost", all.lost_calls], ["episodes restarted", all.restarted], ["calls over budget", all.over_budget], ["calls over agent.turn_s", all.turn_timeouts]];
   const two = (title, label, rows) => (rows.length ? table([[title, false], ["number", true]], rows, label) : null);
   return box("Agents' episodes", ...[two("episodes", "Episodes", now), two("turns and calls", "Turns and calls", means), two("failed", "Failed episodes", reasons(all.failures)), two("refused", "Refused calls", reasons(all.refused_calls))].filter((part) => part !== null));
 }

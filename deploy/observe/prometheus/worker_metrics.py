@@ -51,13 +51,15 @@ AGENT = (
     Family("headway_worker_agent_forks_total", "Turns that do not go on from the tokens of an earlier one.", "forks"),
     Family("headway_worker_agent_reread_tokens_total", "Tokens that forks read anew.", "reread_tokens"),
     Family("headway_worker_agent_unseen_turns_total", "Turns that their agent did not get.", "unseen_turns"),
+    Family("headway_worker_agent_restarted_episodes_total", "Episodes that began anew.", "restarted"),
     Family(
         "headway_worker_agent_calls_total",
-        "Calls that were answered from the record, for which no turn or token was left, or over agent.turn_s.",
+        "Calls that were answered from the record or lost, without a turn or token left, or over agent.turn_s.",
         label="outcome",
         by_label={
             "resumed": "resumed_calls",
             "repeated": "repeated_calls",
+            "lost": "lost_calls",
             "over_budget": "over_budget",
             "turn_timeout": "turn_timeouts",
         },
