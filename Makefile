@@ -166,7 +166,7 @@ test-ray: $(RAY)/.installed  ## the tests that need Ray (three minutes on 2 core
 test-trackers: $(TRACKERS)/.installed  ## the tests that need wandb, MLflow and trackio (a minute)
 	@$(TRACKERS)/bin/python -m pytest --no-skips $(RERUN) tests/deploy/sinks/test_trackers.py
 
-test-agents: $(AGENTS)/.installed  ## the tests that need OpenAI's, Anthropic's clients, OpenEnv, agents' packages and the like (eight minutes)
+test-agents: $(AGENTS)/.installed  ## the tests that need agents' clients and packages (eight minutes)
 	@$(AGENTS)/bin/python -m pytest --no-skips $(RERUN) $(AGENT_TESTS)
 
 test-peft: $(PEERS)/.installed  ## adapters beside the library PEFT and bitsandbytes; verl's own agent loops (a minute)
