@@ -28,7 +28,7 @@ class _MainTurns(NamedTuple):
 
     turns: list[Turn]
     parents: list[int]
-    """The number, among these, of the turn after which each goes on; -1: it begins anew."""
+    """The number, among these, of the newest turn that each goes on after the end of; -1: of none."""
     rewards: list[float]
     """Each turn's own, without the episode's outcome."""
     outcome: float
@@ -110,8 +110,7 @@ def _main_turns(trajectory: Trajectory, reward: float) -> _MainTurns:
     parents: list[int] = []
     newest: list[int] = []
     """The number of the trained turn that each turn is or goes on after, for all turns."""
-    for number, turn in enumerate(every):
-        after = number - 1 if turn.call is None else turn.call.after
+    for turn, after in zip(every, _parents(every), strict=True):
         parent = newest[after] if after >= 0 else -1
         if turn.call is not None and turn.call.role != "main":
             newest.append(parent)
@@ -121,6 +120,25 @@ def _main_turns(trajectory: Trajectory, reward: float) -> _MainTurns:
         parents.append(parent)
     own = [turn.reward for turn in turns[:-1]]
     return _MainTurns(turns, parents, [*own, 0.0], reward - sum(own))
+
+
+def _parents(turns: Sequence[Turn]) -> list[int]:
+    """Returns the number of the newest turn that each turn's context has the end of; -1: of none. A rewritten history
+    shares but a part of the turn that it names (`AgentCall.keeps`), and goes on from those alone which it has whole."""
+    parents, lengths, end = list[int](), list[int](), 0
+    for number, turn in enumerate(turns):
+        if turn.call is None:
+            parents.append(number - 1)
+            continue
+        after, keeps = turn.call.after, turn.call.keeps
+        lengths.append(keeps + turn.end - end)
+        end = turn.end
+        while after >= 0 and lengths[after] > keeps:
+            call = turns[after].call
+            assert call is not None
+            after, keeps = call.after, min(keeps, call.keeps)
+        parents.append(after)
+    return parents
 
 
 def _at_tokens(trajectory: Trajectory, values: Sequence[tuple[Turn, float]]) -> NDArray[np.float32]:

@@ -201,14 +201,27 @@ def group_advantages(groups: Sequence[Sequence[Rollout]], *, by_std: bool) -> li
     return found
 
 
+def parents(rollout: Rollout) -> list[int]:
+    """Return the newest main turn all of which each turn's context begins with; -1: it begins with none."""
+    wholes, found = list[list[tuple[int, int]]](), list[int]()  # each token by the turn that brought it, and its place
+    for number, turn in enumerate(rollout.turns):
+        before = wholes[turn.after] if turn.after >= 0 else [(-1, place) for place in range(len(PROMPT))]
+        context = before[: turn.keeps] + [(number, place) for place in range(len(turn.read))]
+        own = [one for one, whole in enumerate(wholes) if rollout.turns[one].is_main and context[: len(whole)] == whole]
+        found.append(max(own, default=-1))
+        wholes.append(context + [(number, -1 - place) for place in range(len(turn.sampled))])
+    return found
+
+
 def returns_of_turns(rollout: Rollout, gamma: float) -> dict[int, float]:
     """Return each main turn's return: every reward is carried back to all turns before it on its path."""
     paths: dict[int, list[int]] = {}
+    parent = parents(rollout) if rollout.is_agent else list(range(-1, len(rollout.turns) - 1))
     for number, turn in enumerate(rollout.turns):
         path, at = [], number
         while at >= 0:
-            path += [at] if rollout.turns[at].is_main else []
-            at = rollout.turns[at].after
+            path.append(at)
+            at = parent[at]
         if turn.is_main:
             paths[number] = path
     found = dict.fromkeys(paths, 0.0)

@@ -101,14 +101,6 @@ class HandRow:
         return found
 
 
-def parent_by_hand(rollout: Rollout, number: int) -> int:
-    """Return the main turn after which a turn goes on; -1: none."""
-    after = rollout.turns[number].after
-    while after >= 0 and not rollout.turns[after].is_main:
-        after = rollout.turns[after].after
-    return after
-
-
 def pay_by_hand(rows: list[HandRow], rollout: Rollout, number: int) -> None:
     """Give a turn's own reward to its last trained token, and to those from which its row, and the rows before that,
     branched off, each farther away by the branch's tokens."""
@@ -119,7 +111,7 @@ def pay_by_hand(rows: list[HandRow], rollout: Rollout, number: int) -> None:
             return
         row.earned[row.ends[number] - 1] += reward
         reward *= 0.9 ** row.ends[number]
-        number = parent_by_hand(rollout, row.turns[0])
+        number = agent_episodes.parents(rollout)[row.turns[0]]
 
 
 def estimates_by_hand(rollout: Rollout, *, of_turns: bool) -> list[tuple[list[int], float]]:
