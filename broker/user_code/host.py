@@ -157,11 +157,17 @@ async def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
                 running[call.number].cancel()
             continue
         running[call.number] = task = asyncio.create_task(_answer(opened, call, threads, answers))
-        task.add_done_callback(partial(_forget, running, call.number))
+        task.add_done_callback(partial(_forget, running, call.number, answers))
 
 
-def _forget(running: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+def _forget(running: dict[int, asyncio.Task[None]], number: int, answers: BinaryIO, task: asyncio.Task[None]) -> None:
     del running[number]
+    if task.cancelled():  # before it began: its caller waits for an answer all the same
+        _say(answers, frame(_cancelled(number)))
+
+
+def _cancelled(number: int) -> CallAnswer:
+    return CallAnswer(number, raised="was cancelled")
 
 
 def _open(program: Program) -> Any:
@@ -185,7 +191,7 @@ async def _answer(program: Any, call: Call, threads: ThreadPoolExecutor, answers
         result = await loop.run_in_executor(threads, _called, method, call.arguments)
         answer = frame(CallAnswer(call.number, value=await result if isawaitable(result) else result))
     except asyncio.CancelledError:
-        answer = frame(CallAnswer(call.number, raised="was cancelled"))
+        answer = frame(_cancelled(call.number))
     except BaseException as error:  # noqa: BLE001 - every error of user code is an answer
         is_refusal = isinstance(error, HeadwayError)
         if not is_refusal:

@@ -113,10 +113,10 @@ class HostProcess:
             await self.lose(past)
             raise HostLostError(self._end) from None
         except asyncio.CancelledError:
-            self._cancel(number)
-            if grace_s and not self._end:
-                later = asyncio.get_running_loop().call_later(ABANDONED_S, self._lose_abandoned)
-                self._abandoned[number] = later
+            if not answered.done():
+                self._cancel(number)
+                if grace_s:
+                    self._abandon(number)
             raise
         finally:
             self._waiting.pop(number, None)
@@ -147,6 +147,12 @@ class HostProcess:
         for answered in self._waiting.values():
             if not answered.done():
                 answered.set_exception(HostLostError(self._end))
+
+    def _abandon(self, number: int) -> None:
+        """Kill the process later, unless it answers this cancelled call before."""
+        if not self._end:
+            later = asyncio.get_running_loop().call_later(ABANDONED_S, self._lose_abandoned)
+            self._abandoned[number] = later
 
     def _lose_abandoned(self) -> None:
         self._losing = asyncio.create_task(self.lose("did not end a call that was cancelled"))
@@ -205,7 +211,12 @@ class HostProcess:
 
     async def _ends_when_cancelled(self, number: int, answered: asyncio.Future[CallAnswer], grace_s: float) -> bool:
         self._cancel(number)
-        await asyncio.wait({answered}, timeout=grace_s)
+        try:
+            await asyncio.wait({answered}, timeout=grace_s)
+        except asyncio.CancelledError:
+            if not answered.done():
+                self._abandon(number)
+            raise
         return answered.done() and not self._end
 
     def _cancel(self, number: int) -> None:
