@@ -137,8 +137,7 @@ class HostProcess:
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._process.wait()
-        with suppress(OSError):
-            kill_marked(MARK, self._mark)
+        await self._kill_marked()
         if self._forwarding is not None:  # what it has written before its end; another process may hold the pipe
             await asyncio.wait([self._forwarding], timeout=FLUSH_S)
             self._forwarding.cancel()
@@ -147,6 +146,14 @@ class HostProcess:
         for answered in self._waiting.values():
             if not answered.done():
                 answered.set_exception(HostLostError(self._end))
+
+    async def _kill_marked(self) -> None:
+        """Kill what the process has started. It looks at all processes of the machine, in a thread meanwhile."""
+        with suppress(OSError):
+            try:
+                await asyncio.to_thread(kill_marked, MARK, self._mark)
+            except RuntimeError:  # this process ends, and starts no thread any more
+                kill_marked(MARK, self._mark)
 
     def _abandon(self, number: int) -> None:
         """Kill the process later, unless it answers this cancelled call before."""

@@ -1,6 +1,7 @@
 """A call whose caller is cancelled ends in its host, which lives on; only one that does not end costs its process."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headway.broker.user_code import pool
 from headway.broker.user_code.host import Program
 from headway.broker.user_code.pool import HostProcess
 
@@ -99,3 +101,17 @@ async def test_a_call_whose_caller_is_cancelled_past_its_deadline_is_waited_for(
     assert calling.cancelled()
     assert len(host._abandoned) == 1
     assert await answers_and_has_forgotten(host, blocked, tmp_path)
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+async def test_what_a_lost_process_leaves_is_looked_for_beside_the_event_loop(
+    host: HostProcess, has_threads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends starts no threads any more, and looks all the same."""
+    looked = list[int]()
+    monkeypatch.setattr(pool, "kill_marked", lambda *_: looked.append(threading.get_ident()))
+    if not has_threads:
+        await asyncio.to_thread(int)
+        await asyncio.get_running_loop().shutdown_default_executor()
+    await host.lose("the test asks for it")
+    assert {one != threading.get_ident() for one in looked} == {has_threads}
