@@ -83,10 +83,9 @@ def _canonical(message: Message) -> tuple[Any, ...]:
 
 
 def _plain(arguments: Any) -> Any:
-    """Return what JSON text says; the text, if it is none."""
-    if not isinstance(arguments, str):
-        return arguments
+    """Return what arguments say in the one way in which `json` writes it, in ASCII: a model may write half of a
+    surrogate pair, which no UTF-8 has. What is no JSON stays as it is."""
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
+        return json.dumps(json.loads(arguments) if isinstance(arguments, str) else arguments, sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
         return arguments

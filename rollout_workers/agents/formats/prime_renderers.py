@@ -14,7 +14,7 @@ from headway.rollout_workers.agents.conversation import FormatError, Message, Pa
 
 from .messages import check_asks, checked
 from .options import AgentFormatOptions
-from .reading import numbered, read_broken_call
+from .reading import is_text, numbered, read_broken_call
 from .vocabulary import Vocabulary
 
 _ASKED = {"role": "user", "content": "question"}
@@ -133,10 +133,13 @@ def _opened(tokenizer: Any, options: AgentFormatOptions) -> Any:
 
 
 def _call(call: Any) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call; None if it has no name, or no end."""
+    """Return the name and the arguments of a call; None if it has no name that a message can carry, or no end."""
     if call.status == _UNCLOSED:
         return None
-    if call.name:
-        given = call.arguments
-        return call.name, given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
-    return read_broken_call(call.raw, "arguments")
+    if not call.name:
+        return read_broken_call(call.raw, "arguments")
+    given = call.arguments
+    arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+    if not is_text(arguments):
+        arguments = json.dumps(given)
+    return (call.name, arguments) if is_text(call.name) else None

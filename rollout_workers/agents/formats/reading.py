@@ -58,7 +58,7 @@ def read_call(body: str, key: str) -> tuple[str, str] | None:
 
 def read_broken_call(body: str, key: str) -> tuple[str, str] | None:
     """Return the name of a call that is broken JSON, and as its arguments what the model wrote for them, or all of it
-    where these cannot be told; None if it has no name."""
+    where these cannot be told; None if it has no name, or one that no message can carry."""
     named = _NAME.search(body)
     if named is None:
         return None
@@ -66,11 +66,22 @@ def read_broken_call(body: str, key: str) -> tuple[str, str] | None:
         name = str(json.loads(f'"{named[1]}"'))
     except ValueError:
         return None
+    if not is_text(name):
+        return None
     found = re.search(rf'"{key}"\s*:\s*', body)
     if found is None:
         return name, body.strip()
     arguments = body[found.end() :].strip()
     return name, arguments if is_json(arguments) else arguments.removesuffix("}").rstrip()
+
+
+def is_text(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which UTF-8 cannot express: escapes in JSON may."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_json(text: str) -> bool:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from headway.rollout_workers.agents.calls import ChatCall
 from headway.rollout_workers.agents.digests import ConversationDigests
 
@@ -37,6 +39,22 @@ def test_what_is_asked_names_every_difference_and_what_is_said_does_not() -> Non
     assert told.said == other.said
     assert told.asked != other.asked
     assert ConversationDigests().links([says("user", "x"), called("{")], [])[-1].said != told.said
+
+
+@pytest.mark.parametrize("value", ['"\\ud83d"', f"1{'0' * 99}", "1e999", "NaN", "[" * 50_000])
+def test_whatever_a_model_writes_as_arguments_has_a_digest(value: str) -> None:
+    one, same, other = (
+        ConversationDigests().links([called(arguments)], [])[-1].said
+        for arguments in (f'{{"a":{value}}}', f'{{"a":{value}}}', '{"a":null}')
+    )
+    assert one == same != other
+
+
+def test_half_of_a_surrogate_pair_says_the_same_however_it_is_written() -> None:
+    told = {
+        ConversationDigests().links([called(text)], [])[-1].said for text in (r'{"a":"\ud83d"}', r'{ "a": "\uD83D" }')
+    }
+    assert len(told) == 1
 
 
 def test_calls_that_ask_for_something_else_have_digests_of_their_own() -> None:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from headway.broker.errors import ConfigError
 from headway.rollout_workers.agents.conversation import FormatError, Message, Tool
-from headway.rollout_workers.agents.formats import open_format
+from headway.rollout_workers.agents.formats import open_format, prime_renderers
 from headway.rollout_workers.agents.formats.options import AgentFormatOptions
 
 from .chat_models import (
@@ -61,6 +63,8 @@ def hermes(*bodies: str) -> str:
         (hermes('{"name": "f", "arguments": {"a": 1}'), "", [("f", '{"a": 1}')]),
         (hermes('{"name": "f", "arguments": {\'a\': False}}'), "", [("f", "{'a': False}")]),
         (hermes('{"name": "f", "args'), "", [("f", '{"name": "f", "args')]),
+        (hermes(r'{"name": "\ud83d", "arguments": {}}'), hermes(r'{"name": "\ud83d", "arguments": {}}'), []),
+        (hermes(r'{"name": "f", "arguments": {"a": "\ud83d"}}'), "", [("f", r'{"a": "\ud83d"}')]),
         (hermes("f(1)"), hermes("f(1)"), []),
         (hermes("f(1)", '{"name": "g", "arguments": {}}'), hermes("f(1)"), [("g", "{}")]),
         (hermes('{"name": 5, "arguments": {}}'), hermes('{"name": 5, "arguments": {}}'), []),
@@ -90,6 +94,21 @@ def test_calls_are_read_as_they_are_written(
 )
 def test_calls_of_llama(of_kind: Callable[[str], Opened], text: str, content: str, calls: Calls) -> None:
     assert read(of_kind("headers"), text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "found"),
+    [
+        ("f", {"a": "é"}, ("f", '{"a": "é"}')),
+        ("f", {"a": "\ud83d"}, ("f", r'{"a": "\ud83d"}')),
+        ("f", "\ud83d", ("f", r'"\ud83d"')),
+        ("\ud83d", {}, None),
+    ],
+)
+def test_a_call_that_the_package_renderers_reads_can_be_sent(
+    name: str, arguments: Any, found: tuple[str, str] | None
+) -> None:
+    assert prime_renderers._call(SimpleNamespace(status="ok", name=name, arguments=arguments)) == found
 
 
 def test_a_broken_call_that_was_cut_is_content(of_kind: Callable[[str], Opened]) -> None:

@@ -115,6 +115,14 @@ async def test_tool_calls_have_ids_that_a_repeated_turn_has_too() -> None:
     assert (await again.session.chat(call)).message == answer.message
 
 
+async def test_a_turn_is_kept_whose_arguments_have_half_of_a_surrogate_pair() -> None:
+    attempt = Attempt(Engine(r'!add {"a": "\ud83d"}'))
+    call = user("Go.")
+    answer = await attempt.session.chat(call)
+    await attempt.session.chat(ChatCall(messages=said(call, answer.message, {"role": "tool", "content": "no"})))
+    assert len(rows(attempt)) == 1
+
+
 async def test_the_same_call_asks_for_another_answer_unless_it_is_a_retry() -> None:
     engine = Engine("one", "two", "three")
     attempt = Attempt(engine)
