@@ -53,7 +53,7 @@ class Calculator(Agent):
         turns = ToolTurns(episode, begin(task.messages, self._options.instructions), toolbox, self._options.max_turns)
         answer = await turns.answer()
         is_right = not turns.is_cut and self._is_right(answer, str(task.ground_truth))
-        return {"reward": float(is_right), "turns": float(turns.turns), **toolbox.measures}
+        return {"reward": float(is_right), **toolbox.measures}
 
     def _is_right(self, answer: str | None, truth: str) -> bool:
         _, mark, result = (answer or "").rpartition(self._options.answer_mark)

@@ -67,7 +67,7 @@ class PythonMath(Agent):
             turns = ToolTurns(episode, messages, toolbox, self._options.max_turns)
             answer = await turns.answer()
         reward = await self._reward(task, answer or "")
-        return {"reward": reward, "turns": float(turns.turns), **toolbox.measures}
+        return {"reward": reward, **toolbox.measures}
 
     async def check(self) -> None:
         """See Agent. Raises ConfigError where the sandbox does not confine code on this machine."""

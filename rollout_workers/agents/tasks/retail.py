@@ -67,7 +67,7 @@ class Retail(Agent):
             turns.messages.append({"role": "user", "content": line})
             if await turns.answer() is None or turns.is_over:
                 break
-        return {"reward": float(desk == wanted), "turns": float(turns.turns), **toolbox.measures}
+        return {"reward": float(desk == wanted), **toolbox.measures}
 
 
 def script(name: str, email: str, wishes: list[Wish]) -> list[str]:

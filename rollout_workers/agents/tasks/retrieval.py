@@ -65,7 +65,7 @@ class Retrieval(Agent):
         messages, toolbox = begin(task.messages, self._options.instructions), Toolbox([self._search()])
         turns = ToolTurns(episode, messages, toolbox, self._options.max_turns)
         reward = self._reward(await turns.answer() or "", truths)
-        return {"reward": reward, "turns": float(turns.turns), **toolbox.measures}
+        return {"reward": reward, **toolbox.measures}
 
     def _search(self) -> TextTool:
         def search(query: str) -> str:

@@ -58,7 +58,7 @@ class TextGame(Agent):
             messages += [answer.message, {"role": "user", "content": house.obey(answer.content)}]
         credit = self._options.found_note_reward if house.note_is_read else 0.0
         reward = 1.0 if house.chest_is_open else credit
-        return {"reward": reward, "turns": float(turns), "rooms_seen": float(len(house.seen))}
+        return {"reward": reward, "rooms_seen": float(len(house.seen))}
 
 
 @dataclass(kw_only=True)

@@ -226,7 +226,7 @@ class Guess(Records):
         guess = int(action if isinstance(action, str) else msgspec.json.decode(action.arguments)["number"])
         is_right = guess == self.number
         said = "right" if is_right else "higher" if guess < self.number else "lower"
-        return said, float(is_right), is_right or self.turns >= self.limit, {"turns": self.turns, "said": said}
+        return said, float(is_right), is_right or self.turns >= self.limit, {"guesses": self.turns, "said": said}
 
 
 class Gymnasium(Guess):

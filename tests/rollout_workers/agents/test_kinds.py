@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.schema.agent_measures import is_reserved
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.episode import Outcome
 from headway.rollout_workers.agents.kinds import (
@@ -84,7 +85,7 @@ PLAYED: dict[str, Played] = {
         {"tool_calls": 2.0},
         [],
     ),
-    "environment": ("environment", {"environment": "@Guess"}, ["3", "9", "7"], {}, 0.0, {"turns": 3.0}, [0, 0, 1]),
+    "environment": ("environment", {"environment": "@Guess"}, ["3", "9", "7"], {}, 0.0, {"guesses": 3.0}, [0, 0, 1]),
     "gymnasium": ("environment", {"environment": "@Gymnasium"}, ["3", "9", "8"], {}, 0.0, {"steps": 3.0}, [0, 0, 0]),
     "with tools": (
         "environment",
@@ -136,6 +137,7 @@ async def test_an_episode_is_played_to_its_end(name: str) -> None:
     told = dict(result) if isinstance(result, Mapping) else {} if result is None else {"reward": result}
     assert told.get("reward") == reward
     assert {name: told[name] for name in measures} == measures
+    assert not any(map(is_reserved, told))
     assert episode.rewards == rewards
     assert len(episode.asked) == len(said)
     assert agent.resume in ("replay", "restart")

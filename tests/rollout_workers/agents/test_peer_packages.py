@@ -15,6 +15,7 @@ import pytest
 
 from headway.broker.errors import ConfigError
 from headway.broker.installation import is_installed
+from headway.broker.schema.agent_measures import is_reserved
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Outcome
@@ -47,6 +48,7 @@ async def play(agent: Agent, model: Model, **task: Any) -> tuple[dict[str, float
     episode = ScriptedEpisode(model)
     result: Outcome = await agent.rollout(episode, a_task(**task))
     assert isinstance(result, Mapping)
+    assert not any(map(is_reserved, result))
     return dict(result), episode
 
 
