@@ -11,6 +11,7 @@
     calls.py         a call of the model and its answer; `Session`, what an endpoint speaks to
     answers.py       turns as their agents get them
     session.py       answers the calls of one episode: from the record, by the engine, or with a refusal
+    budget.py        how long an answer may be
     tree.py          records an episode's turns
     player.py        plays samples by agents, scores them, and serves their endpoint
     tally.py         what became of episodes: measures of each one, and sums for the worker's report

@@ -3,12 +3,18 @@
 Messages and tools have the shape of OpenAI's chat completions, whatever dialect an agent speaks.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from headway.broker.errors import HeadwayError
+
+LONG_TEXT = 8192
+"""Characters of which a tokenizer takes milliseconds to make tokens. A thread costs more than a shorter text."""
+
+T = TypeVar("T")
 
 
 class FormatError(HeadwayError):
@@ -101,3 +107,18 @@ class ChatFormat(Protocol):
     def parse(self, token_ids: Sequence[int], tools: Sequence[Tool]) -> ParsedAnswer:
         """Return the parts of an answer, which is any tokens: what the format cannot read is content."""
         ...
+
+
+def content_of(message: Message) -> str:
+    """Return the text of a message."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
+async def beside(messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
+    """Return what a format makes of messages: in a thread where they are long, as other calls would wait for it."""
+    if sum(len(content_of(message)) for message in messages) < LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)

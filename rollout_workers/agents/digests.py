@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .conversation import Message, Tool
+from .conversation import Message, Tool, content_of
 
 
 class Link(NamedTuple):
@@ -56,14 +56,6 @@ class ConversationDigests:
 def digest_of_call(link: Link, *more: Any) -> str:
     """Return the digest of a call: of its conversation, and of what else it asks."""
     return _digest(link.asked, more).hex()
-
-
-def content_of(message: Message) -> str:
-    """Return the text of a message."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
 
 
 def _digest(before: bytes, value: Any) -> bytes:

@@ -11,10 +11,9 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -26,14 +25,11 @@ from headway.rollout_workers.samples.episode import PlayedSample
 from headway.rollout_workers.samples.recorder import Recorder
 
 from .answers import answer_of, conversation_after, spent_answer, turn_number
+from .budget import EpisodeBudget
 from .calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
-from .conversation import ChatFormat, FormatError, Message, ParsedAnswer
-from .digests import ConversationDigests, content_of
+from .conversation import ChatFormat, FormatError, ParsedAnswer, beside, content_of
+from .digests import ConversationDigests
 from .tree import EpisodeRecorder
-
-LONG_TEXT = 8192
-"""Characters of which a tokenizer takes milliseconds to make tokens. A thread costs more than a shorter text."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,8 @@ class EpisodeSession:
         self._unseen = set(range(recorder.resumed))
         """The turns that the agent does not have: of earlier attempts, or lost on their way. They answer their calls
         again."""
+        self._on_their_way = set[int]()
+        """Turns whose answers go to callers that wait for them: no further call gets these."""
         self._noted = set[int]()
         """Turns of which it is noted already that the agent has them, and those from which they went on."""
         self._digests = ConversationDigests()
@@ -112,9 +110,7 @@ class EpisodeSession:
         self._keeping, self._intending = asyncio.Lock(), asyncio.Lock()
         self._intended = set[str]()
         """The digests of calls that run, as they are durable."""
-        self._reserved = self._sampling = 0
-        self._freed = asyncio.Event()
-        """Set when a call that runs has left tokens."""
+        self._budget = EpisodeBudget(sample, recorder, config)
         self._asked: Counter[str] = Counter()
         """Calls that were sampled, by their digest."""
         self._idle_since = time.monotonic()
@@ -171,8 +167,15 @@ class EpisodeSession:
             raise
         finally:
             running.waiting -= 1
+            self._arrived(running)
         self._note_answered(call, answer)
         return answer
+
+    def _arrived(self, running: _Running) -> None:
+        """Note that nobody waits for an answer any more, if that is so."""
+        task = running.task
+        if not running.waiting and task.done() and not task.cancelled() and task.exception() is None:
+            self._on_their_way.discard(turn_number(task.result().id))
 
     def _named(self, call: ChatCall) -> ChatCall:
         """Return a call of whose conversation only new messages were digested."""
@@ -227,8 +230,8 @@ class EpisodeSession:
         self._noted.clear()
 
     def begin_anew(self) -> None:
-        """Note that an agent is run again that cannot repeat what it did: it gets new answers, and those that it had
-        are not trained."""
+        """Note that an agent is run again that cannot repeat what it did: it gets new answers, of as many tokens as are
+        left, and those that it had are not trained."""
         self.begin_again()
         self._recorded, self._turns_of = {}, {}
         self._unseen = set(range(self._recorder.resumed))
@@ -238,12 +241,26 @@ class EpisodeSession:
         """Note that the agent has ended: turns that it did not see are not trained. Idempotent."""
         self.end()
         unseen = set(self._unseen)
-        if self._finish is not None and not self._is_run_again:  # an agent that lives need not ask for what it has
-            unseen = {number for number in unseen if number >= self._recorder.resumed}
+        if self._lives_on:
+            unseen -= self._had()
         if unseen:
             self.counts["unseen_turns"] += len(unseen)
             self._recorder.drop(unseen)
             self._unseen -= unseen
+
+    @property
+    def _lives_on(self) -> bool:
+        """Whether the agent is from outside, and the one that an earlier worker had: it need not repeat its calls."""
+        return self._finish is not None and not self._is_run_again and self._recorder.resumed > 0
+
+    def _had(self) -> set[int]:
+        """Return the turns of earlier workers that an agent which lives on has: those that others go on from, and, if
+        it asked for no other since, the last one."""
+        turns, resumed = self._recorder.turns, self._recorder.resumed
+        calls = [turn.call for turn in turns if turn.call is not None]
+        had = {call.after for call in calls if call.keeps == self._recorder.row_length(call.after)}
+        main = [number for number in range(resumed) if calls[number].role == "main"]
+        return had | set(main[-1:] if len(turns) == resumed else ())
 
     def _check_open(self) -> None:
         if self._is_over:
@@ -276,21 +293,30 @@ class EpisodeSession:
             self._running[digest] = beside
         else:
             self._intended.discard(digest)
+        self._arrived(running)
         self._idle_since = time.monotonic()
 
     def _role(self, call: ChatCall) -> Any:
         """Return the role of a call: another system prompt than the first one's, without tools, is auxiliary, as agents
         ask for titles and summaries so."""
         system = "\n".join(content_of(one) for one in call.messages if one.get("role") == "system")
-        if self._main_system is None and call.role == "main":
+        if self._main_system is None and call.role == "main" and (not self._lives_on or self._goes_on(call)):
             self._main_system = system
         is_other = bool(call.messages) and system != self._main_system and bool(system) and not call.tools
         return "auxiliary" if is_other or call.role == "auxiliary" else "main"
 
+    def _goes_on(self, call: ChatCall) -> bool:
+        """Return whether a call's conversation has a recorded main turn."""
+        links = self._digests.links(call.messages, call.tools)
+        ended = (number for link in links for number in self._turns_of.get(link.said.hex(), ()))
+        calls = (self._recorder.turns[number].call for number in ended)
+        return any(made is not None and made.role == "main" for made in calls)
+
     def _known(self, call: ChatCall) -> ChatAnswer | None:
         """Return the recorded answer of a repeated call; None if the call is to be sampled."""
         recorded = self._recorded.get(call.digest, [])
-        found = next((number for number in recorded if number in self._unseen), None)
+        free = (number for number in recorded if number in self._unseen and number not in self._on_their_way)
+        found = next(free, None)
         if found is None and call.key in self._keys:
             found = self._keys[call.key]
             if self._recorder.turn(found).call.digest != call.digest:
@@ -342,22 +368,26 @@ class EpisodeSession:
         try:
             async with asyncio.timeout(self._config.turn_s) as limit:
                 context = await self._context(call)
-                async with self._reserved_for(call, context) as longest:
+                async with self._budget.reserved(
+                    len(context.read), len(context.whole), call.max_tokens, self._unseen
+                ) as longest:
                     if longest < 1:
                         self.counts["over_budget"] += 1
                         return spent_answer(context.whole)
                     turn = Recorder()
                     await self._sample.generate(self._request(call, context.whole, longest), turn)
-                    limit.reschedule(None)  # to make it durable may take as long as the broker is away
                     parsed = self._format.parse(turn.tokens, call.tools)
-                    number = await self._keep(call, context, turn, parsed, waited_s, time.monotonic() - began_s)
+                    number = self._record(call, context, turn, parsed, waited_s, time.monotonic() - began_s)
+                limit.reschedule(None)  # to make it durable may take as long as the broker is away
+                await self._keep(number)
+                self._note_turn(call, context, turn, number)
         except TimeoutError:
             self.counts["turn_timeouts"] += 1
             raise CallRefusedError(f"the model gave no answer within agent.turn_s={self._config.turn_s:g} s") from None
         self._check_open()
         return answer_of(self._recorder.turn(number, context.whole), parsed)
 
-    async def _keep(
+    def _record(
         self,
         call: ChatCall,
         context: _Context,
@@ -366,7 +396,7 @@ class EpisodeSession:
         waited_s: float,
         sampled_s: float,
     ) -> int:
-        """Record a turn, and return its number once it is durable."""
+        """Record a turn, which is not trained yet, and return its number."""
         made = AgentCall(
             after=context.after,
             keeps=context.keeps,
@@ -379,38 +409,21 @@ class EpisodeSession:
             waited_s=waited_s,
             sampled_s=sampled_s,
         )
-        async with self._keeping:
-            number = self._recorder.add_turn(context.read, turn, made)
-            self._recorder.drop({number})  # a call that is cancelled meanwhile is not answered
-            await self._sample.keep()
-            self._recorder.take_back(number)
-        self._note_turn(call, context, turn, number)
+        number = self._recorder.add_turn(context.read, turn, made)
+        self._recorder.drop({number})  # a call that is cancelled before it is durable is not answered
         return number
 
-    @asynccontextmanager
-    async def _reserved_for(self, call: ChatCall, context: _Context) -> AsyncIterator[int]:
-        """Yield how many tokens the answer may have, which no other call may take meanwhile; 0 if the episode has no
-        turn or token left. Where only calls that run have them, it waits for these."""
-        while (longest := self._longest_answer(call, context)) < 1 and self._reserved:
-            self._freed.clear()
-            await self._freed.wait()
-        unrepeated = sum(number < self._recorder.resumed for number in self._unseen)
-        turns = len(self._recorder.turns) - unrepeated + self._sampling
-        if longest < 1 or turns >= self._config.max_turns:
-            yield 0
-            return
-        reserved = len(context.read) + longest
-        self._reserved, self._sampling = self._reserved + reserved, self._sampling + 1
-        try:
-            yield longest
-        finally:
-            self._reserved, self._sampling = self._reserved - reserved, self._sampling - 1
-            self._freed.set()
+    async def _keep(self, number: int) -> None:
+        """Return once a turn is durable, and may be trained."""
+        async with self._keeping:
+            await self._sample.keep()
+        self._recorder.take_back(number)
 
     def _note_turn(self, call: ChatCall, context: _Context, turn: Recorder, number: int) -> None:
         """Note a turn that is durable: from now on it may be repeated."""
         self._recorded.setdefault(call.digest, []).append(number)
         self._unseen.add(number)
+        self._on_their_way.add(number)
         if call.key:
             self._keys[call.key] = number
         made = self._recorder.turns[number].call
@@ -427,14 +440,6 @@ class EpisodeSession:
             self.counts["reread_tokens"] += len(context.read)
         self.counts["read_tokens"] += len(context.read)
         self.counts["sampled_tokens"] += len(turn.tokens)
-
-    def _longest_answer(self, call: ChatCall, context: _Context) -> int:
-        """Return how many tokens the answer may have."""
-        request, config = self._sample.request, self._config
-        left = request.max_new_tokens - len(self._recorder.tokens) - self._reserved - len(context.read)
-        bounds = [left, self._sample.max_model_len - len(context.whole)]
-        bounds += [bound for bound in (config.max_turn_tokens, call.max_tokens) if bound is not None]
-        return min(bounds)
 
     def _request(self, call: ChatCall, whole: list[int], longest: int) -> Any:
         """Return the request for an answer after `whole`. Its seed depends on what is asked and how often it was."""
@@ -463,13 +468,13 @@ class EpisodeSession:
             after = max(ended, key=lambda number: (number not in self._unseen, number))
             row = self._recorder.row(after)
             new = call.messages[place + 1 :]
-            read = await _beside(new, self._format.bridge, row, new, call.tools)
+            read = await beside(new, self._format.bridge, row, new, call.tools)
             if read is not None:
                 self._note_seen(after)
                 return _Context(after, len(row), read, is_fork=place != answers[-1], whole=[*row, *read])
             self.counts["unbridged"] += 1
             break
-        return self._beginning(await _beside(call.messages, self._format.render, call.messages, call.tools))
+        return self._beginning(await beside(call.messages, self._format.render, call.messages, call.tools))
 
     def _beginning(self, tokens: list[int]) -> _Context:
         """Return a context of these very tokens, with as many as possible from an earlier row."""
@@ -489,10 +494,3 @@ class EpisodeSession:
             assert call is not None
             goes_on = call.after >= 0 and call.keeps == self._recorder.row_length(call.after)
             number = call.after if goes_on else -1
-
-
-async def _beside(messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
-    """Return what a format makes of messages: in a thread where they are long, as other calls would wait for it."""
-    if sum(len(content_of(message)) for message in messages) < LONG_TEXT:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)

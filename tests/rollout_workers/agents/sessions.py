@@ -88,6 +88,7 @@ class Attempt:
         keep: Callable[[], Awaitable[None]] | None = None,
         chat_format: ChatFormat | None = None,
         vocabulary: int = 1000,
+        end: Callable[[float | None, dict[str, float]], None] | None = None,
     ) -> None:
         self.recorder = EpisodeRecorder(segments, prompt=PROMPT.token_ids)
         self.format = CharacterFormat()
@@ -119,6 +120,7 @@ class Attempt:
             model="m",
             text_of=lambda ids: "".join(map(chr, ids)),
             vocabulary=vocabulary,
+            end=end,
         )
 
     async def _intend(self, calls: Sequence[str]) -> Sequence[str] | None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headway.broker.errors import HeadwayError
 from headway.broker.schema import WeightVersion
 from headway.broker.wire.codec import decode_segment, decode_trajectory, encode_segment, encode_trajectory
 from headway.broker.wire.rows import rows_of
-from headway.rollout_workers.agents.calls import CallRefusedError, ChatCall, SessionEndedError
+from headway.rollout_workers.agents.calls import CallRefusedError, ChatAnswer, ChatCall, SessionEndedError
 from headway.rollout_workers.agents.conversation import FormatError, Message, Tool
 from headway.rollout_workers.config import AgentConfig
 
@@ -496,3 +497,73 @@ async def test_the_agent_waits_for_tools_while_it_asks_nothing() -> None:
     attempt.session.settle()
     seen.append(attempt.session.waits_for_tools)
     assert seen == [False, False, True, False]
+
+
+async def test_a_call_that_asks_the_same_has_no_answer_that_goes_to_another_one() -> None:
+    engine = Engine("one", "two")
+    kept: list[asyncio.Task[object]] = []
+
+    async def keep() -> None:
+        """As a turn becomes durable, the same call comes in: before the first one's caller is woken."""
+        if not kept:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(lambda: kept.append(asyncio.create_task(attempt.session.chat(user("hi")))))
+            kept.append(loop.create_task(asyncio.sleep(0)))
+
+    attempt = Attempt(engine, keep=keep)
+    answer = await attempt.session.chat(user("hi"))
+    other = await kept[1]
+    assert answer.message["content"] == "one"
+    assert isinstance(other, ChatAnswer)
+    assert other.message["content"] == "two"
+    assert attempt.session.counts["repeated"] == 0
+
+
+async def test_a_turn_that_becomes_durable_takes_its_tokens_once() -> None:
+    may_keep, is_kept = asyncio.Event(), asyncio.Event()
+
+    async def keep() -> None:
+        is_kept.set()
+        await may_keep.wait()
+
+    attempt = Attempt(Engine("x" * 19, "y" * 50), most_tokens=60, keep=keep)
+    first = asyncio.create_task(attempt.session.chat(replace(user("a"), max_tokens=20)))
+    await is_kept.wait()
+    second = asyncio.create_task(attempt.session.chat(user("b")))
+    may_keep.set()
+    await first
+    assert len((await second).token_ids) == 60 - 20 - len("<u>a<a>" + "b<a>")
+
+
+def handed_on(first: Attempt, engine: Engine) -> Attempt:
+    """Return the attempt of another worker, whose agent is from outside and lives on."""
+    return Attempt(engine, *first.segments, end=lambda reward, measures: None)
+
+
+async def test_a_living_agent_is_trained_on_turns_that_it_had_when_its_worker_was_lost() -> None:
+    first = Attempt(Engine("one", "two"), end=lambda reward, measures: None)
+    call = user("hi")
+    answer = await first.session.chat(call)
+    await first.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    assert rows(handed_on(first, Engine())) == [("<u>hi<a>", "one$<u>?<a>two$")]
+
+
+async def test_a_living_agent_is_not_trained_on_a_turn_that_it_gave_up() -> None:
+    first = Attempt(Engine("one", "never told"), end=lambda reward, measures: None)
+    call = user("hi")
+    answer = await first.session.chat(call)
+    await first.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    heir = handed_on(first, Engine("other"))
+    await heir.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "!"})))
+    assert rows(heir) == [("<u>hi<a>", "one$<u>!<a>other$")]
+
+
+async def test_a_title_that_a_living_agent_asks_for_first_at_another_worker_is_not_trained() -> None:
+    system: list[Message] = [{"role": "system", "content": "play"}]
+    first = Attempt(Engine("one"), end=lambda reward, measures: None)
+    call = user("hi", *system)
+    answer = await first.session.chat(call)
+    heir = handed_on(first, Engine("title", "two"))
+    await heir.session.chat(user("hi", {"role": "system", "content": "name it"}))
+    await heir.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
+    assert rows(heir) == [("<s>play<u>hi<a>", "one$<u>?<a>two$")]
