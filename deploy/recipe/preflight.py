@@ -228,7 +228,8 @@ def check_code(recipe: Recipe) -> None:
 
 async def check_agent_opens(recipe: Recipe) -> None:
     """Raise ConfigError for an agent that a worker on this machine could not open: its code, its packages, its
-    programs or its sandbox are missing. It is opened in a process of its own, as in a worker, and plays nothing."""
+    programs or its sandbox are missing, or a server that it plays with does not answer. It is opened in a process of
+    its own, as in a worker, and plays nothing."""
     from headway.rollout_workers.agents.external import EXTERNAL, ExternalAgents
     from headway.rollout_workers.agents.hosted import AgentHosts
 
@@ -237,7 +238,7 @@ async def check_agent_opens(recipe: Recipe) -> None:
         return
     one = msgspec.structs.replace(recipe.agent, processes=1)
     try:
-        hosts = await AgentHosts.open(one, roots_of(recipe))
+        hosts = await AgentHosts.open(one, roots_of(recipe), checks_servers=True)
     except UserCodeError as error:
         raise ConfigError(f"agent.kind={recipe.agent.kind} cannot be opened: {error}") from error
     await hosts.close()

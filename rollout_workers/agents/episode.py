@@ -122,5 +122,9 @@ class Agent(ABC):
         """Raise HeadwayError for what this machine lacks, such as a sandbox, so that no episode could be played. Each
         process that plays it asks this first."""
 
+    async def check_servers(self) -> None:  # noqa: B027 - most agents need no server
+        """Raise HeadwayError for a server elsewhere that cannot be used. It is asked before a run: workers do not ask,
+        as a server that is away for a while costs them single episodes."""
+
     async def close(self) -> None:  # noqa: B027 - most agents share nothing
         """Free what episodes share. Idempotent."""

@@ -6,7 +6,7 @@ the model come back to the worker's endpoint. A cancelled episode cancels its ag
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ class AgentHosts:
         """replay or restart, as `kinds.base.Agent` says it."""
 
     @classmethod
-    async def open(cls, config: AgentConfig, roots: ImportRoots) -> "AgentHosts":
+    async def open(cls, config: AgentConfig, roots: ImportRoots, *, checks_servers: bool = False) -> "AgentHosts":
         """Start the processes. Raises ConfigError for an agent that cannot be opened, or lacks something of this
-        machine, UserCodeError where opening it hangs or ends its process."""
+        machine, or, if that is asked, servers elsewhere; UserCodeError where opening it hangs or ends its process."""
         if ":" in config.kind:
             roots.check(config.kind, "agent.kind")
         arguments = {
@@ -62,8 +62,9 @@ class AgentHosts:
         pool = HostPool(program, processes=config.processes)
         try:
             await pool.open()
-            if complaint := await pool.call("check", deadline_s=config.episode_s):
-                raise ConfigError(f"agent.kind={config.kind}: {complaint}")
+            for method in ("check", "check_servers") if checks_servers else ("check",):
+                if complaint := await pool.call(method, deadline_s=config.episode_s):
+                    raise ConfigError(f"agent.kind={config.kind}: {complaint}")
             resume = await pool.call("resume", deadline_s=config.episode_s)
         except BaseException:
             await pool.close()
@@ -101,11 +102,11 @@ class HostedAgent:
 
     async def check(self) -> str:
         """Return what this machine lacks of what the agent needs; "": nothing that is known."""
-        try:
-            await self._agent.check()
-        except HeadwayError as error:
-            return str(error)
-        return ""
+        return await _complaint(self._agent.check())
+
+    async def check_servers(self) -> str:
+        """Return which server elsewhere cannot be used; "": none that is known."""
+        return await _complaint(self._agent.check_servers())
 
     def resume(self) -> str:
         """Return how an interrupted episode goes on."""
@@ -131,6 +132,14 @@ class HostedAgent:
             await asyncio.wait(playing)
         await self._agent.close()
         await self._client.close()
+
+
+async def _complaint(checking: Awaitable[None]) -> str:
+    try:
+        await checking
+    except HeadwayError as error:
+        return str(error)
+    return ""
 
 
 def _played(outcome: Any) -> Any:

@@ -52,6 +52,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("agent.kind=retrieval", "agent.options={path: nothing.jsonl}"),
         "agent.options.path: nothing.jsonl cannot be read",
     ),
+    "server": (
+        ("agent.kind=openenv", "agent.options={base_url: 'http://127.0.0.1:9'}"),
+        "agent.kind=openenv: ws://127.0.0.1:9/ws cannot be reached",
+    ),
     "key": (("agent.kind=external",), f"set the environment variable {KEY} of the workers"),
 }
 NO_OPTIONS = ("agent.options={}",)

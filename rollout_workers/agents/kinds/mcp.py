@@ -90,7 +90,7 @@ class McpAgent(Agent):
         options, raised, result = self._options, None, None
         async with _Sessions() as sessions:
             try:
-                toolbox = Toolbox(await self._tools(sessions), options)
+                toolbox = Toolbox(await self._tools(sessions, options.servers), options)
                 messages = begin(task.messages, options.system_prompt)
                 await ToolTurns(episode, messages, toolbox, options.max_turns).answer()
                 result = outcome(None, toolbox.measures)
@@ -101,22 +101,32 @@ class McpAgent(Agent):
         return result
 
     async def check(self) -> None:
+        """See Agent. It starts the servers that are programs. Raises ServerFailedError."""
+        await self._check({name: server for name, server in self._options.servers.items() if server.command})
+
+    async def check_servers(self) -> None:
         """See Agent. Raises ServerFailedError."""
+        if any(server.url for server in self._options.servers.values()):
+            await self._check(self._options.servers)
+
+    async def _check(self, servers: Mapping[str, McpServer]) -> None:
         raised: Exception | None = None
         async with _Sessions() as sessions:
             try:
-                await self._tools(sessions)
+                await self._tools(sessions, servers)
             except Exception as error:  # noqa: BLE001 - the sessions would put it into a group of errors
                 raised = error
         if raised is not None:
             raise raised
 
-    async def _tools(self, sessions: "_Sessions") -> list["McpTool"]:
+    async def _tools(self, sessions: "_Sessions", servers: Mapping[str, McpServer]) -> list["McpTool"]:
+        """Return the tools that these servers offer to the model."""
         found = list[McpTool]()
-        for name, server in self._options.servers.items():
+        for name, server in servers.items():
             session = await sessions.open(name, self._streams(server), self._options.open_s)
             found += await _listed(name, session)
-        if missing := set(self._options.tools) - {tool.name for tool in found}:
+        is_all = len(servers) == len(self._options.servers)
+        if is_all and (missing := set(self._options.tools) - {tool.name for tool in found}):
             raise ServerFailedError(
                 f"agent.tools: no MCP server offers {', '.join(sorted(missing))}. Offered:"
                 f" {', '.join(tool.name for tool in found) or 'none'}."

@@ -88,6 +88,11 @@ class OpenEnvAgent(Agent):
             turns = await play(episode, messages, reply, options.max_turns, self._url)
         return outcome(0.0, {"steps": float(turns)}) if turns else None
 
+    async def check_servers(self) -> None:
+        """See Agent. It only connects: a server without room has room later. Raises EnvironmentServerError."""
+        async with _Connection(self._url, self._options) as server:
+            await server.connect()
+
     def _observed(self, observation: Any) -> list[Message]:
         name = self._options.observation_field
         if name:
@@ -124,21 +129,23 @@ class _Connection:
         pause_s, loop = FIRST_PAUSE_S, asyncio.get_running_loop()
         until_s = loop.time() + self._options.room_s
         while True:
-            self._socket = await self._connect()
+            await self.connect()
             try:
                 return await self.ask("reset", data)
             except _FullError as error:
                 if loop.time() > until_s:
                     raise EnvironmentServerError(f"{self._url} has no room for another episode: {error}.") from None
+            assert self._socket is not None
             await self._socket.close()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
-    async def _connect(self) -> aiohttp.ClientWebSocketResponse:
+    async def connect(self) -> None:
+        """Open a connection. Raises EnvironmentServerError."""
         assert self._client is not None
         try:
             async with asyncio.timeout(self._options.step_s):
-                return await self._client.ws_connect(self._url, max_msg_size=0, heartbeat=HEARTBEAT_S)
+                self._socket = await self._client.ws_connect(self._url, max_msg_size=0, heartbeat=HEARTBEAT_S)
         except (OSError, TimeoutError, aiohttp.ClientError) as error:
             raise EnvironmentServerError(f"{self._url} cannot be reached: {type(error).__name__}: {error}.") from error
 

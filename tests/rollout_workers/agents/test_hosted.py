@@ -2,13 +2,15 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable
+import socket
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from headway.broker.errors import UserCodeError
+from headway.broker.errors import ConfigError, UserCodeError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents import hosted
 from headway.rollout_workers.agents.episode import AgentTask
@@ -80,3 +82,32 @@ async def test_an_agent_that_does_not_end_is_killed(tmp_path: Path, monkeypatch:
     with pytest.raises(UserCodeError, match=r"ran past its deadline of 0\.5 s"):
         await playing
     assert not (tmp_path / "ends").exists()
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """Yield an address at which nothing answers, as of a server that is restarted."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        ("openenv", {"base_url": "ADDRESS"}, "ws://127.0.0.1:[0-9]+/ws cannot be reached"),
+        ("mcp", {"servers": {"far": {"url": "ADDRESS/mcp"}}, "tools": ["look"]}, "The MCP server far cannot be opened"),
+    ],
+)
+async def test_a_server_that_is_away_ends_no_worker_at_its_opening(
+    nobody: str, kind: str, options: dict[str, Any], told: str
+) -> None:
+    """Before a run it is refused."""
+    addressed = msgspec.json.decode(msgspec.json.encode(options).replace(b"ADDRESS", nobody.encode()))
+    config = AgentConfig(kind=kind, options=addressed)
+    with pytest.raises(ConfigError, match=f"agent.kind={kind}: {told}"):
+        await AgentHosts.open(config, ImportRoots(), checks_servers=True)
+    hosts = await AgentHosts.open(config, ImportRoots())
+    with pytest.raises(UserCodeError, match=told):
+        await play(hosts)
+    await hosts.close()
