@@ -3,7 +3,7 @@
 import asyncio
 import ctypes
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -47,14 +47,10 @@ class _Job:
         raised: Exception | None = None
         try:
             value = self._function()
-        except StopIteration as error:  # no future takes it
-            raised = ExitedError(f"raised {error!r}")
-        except Exception as error:  # noqa: BLE001 - it is handed on
-            raised = error
-        except SystemExit as error:
-            raised = ExitedError(f"called sys.exit({'' if error.code is None else repr(error.code)})")
-        except KeyboardInterrupt:
-            raised = ExitedError("raised KeyboardInterrupt")
+        except _DeadlineError:
+            raised = CallDeadlineError("was interrupted at its deadline")
+        except BaseException as error:  # noqa: BLE001 - it is handed on
+            raised = _told(error)
         finally:
             self.has_ended.set()
             with suppress(RuntimeError):  # the loop has ended
@@ -67,6 +63,36 @@ class _Job:
             self.result.set_result(value)
         else:
             self.result.set_exception(raised)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error's type and what it says; the type alone where it says nothing, or fails to."""
+    said = ""
+    with suppress(Exception, SystemExit, KeyboardInterrupt):  # of its own method
+        said = str(error)
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+def _told(error: BaseException) -> Exception:
+    """Return an error as whoever waits for it may raise it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future takes
+        return error
+    told = error_text(error)
+    is_exit = type(error) is SystemExit
+    return ExitedError(f"called sys.exit({told.partition(': ')[2]})" if is_exit else f"raised {told}")
+
+
+async def _survived(work: Awaitable[Any]) -> Any:
+    """Await a function's own work, whose error ends neither the event loop nor, where nobody cancels it, the task."""
+    try:
+        return await work
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise
+        raise _told(error) from error
 
 
 class _Worker:
@@ -114,9 +140,9 @@ class EpisodeThread:
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 if inspect.iscoroutinefunction(function):
-                    return await function(*arguments, **named)
+                    return await _survived(function(*arguments, **named))
                 result = await self._in_thread(lambda: function(*arguments, **named))
-                return await result if inspect.isawaitable(result) else result
+                return await _survived(result) if inspect.isawaitable(result) else result
         except TimeoutError:
             if not limit.expired():
                 raise

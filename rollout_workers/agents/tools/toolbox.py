@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -11,7 +12,7 @@ from headway.broker.user_code.kinds import did_you_mean
 from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall
 from headway.rollout_workers.agents.episode import AgentEpisode
 
-from .threads import CallDeadlineError, ExitedError
+from .threads import CallDeadlineError, ExitedError, error_text
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -89,16 +90,22 @@ class Toolbox:
             return self._failed("broken_arguments", f"the arguments of {call.name} cannot be read: {error}")
         except CallDeadlineError as error:
             return self._failed("tool_timeouts", f"{call.name} {error}")
-        except ToolError as error:
-            return self._failed("tool_errors", str(error))
         except ExitedError as error:
             return self._failed("tool_errors", f"{call.name} {error}")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the model is told whatever a tool raises
-            return self._failed("tool_errors", f"{call.name} raised {type(error).__name__}: {error}")
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the model is told whatever it is
+            return self._failed("tool_errors", _reason(error, call.name))
 
     def _failed(self, count: str, reason: str) -> str:
         self._counts[count] += 1
         return self._error_text or f"Error: {reason[:MOST_ERROR]}"
+
+
+def _reason(error: BaseException, name: str) -> str:
+    """Return why a tool failed: in its own words, or with the error's type."""
+    if isinstance(error, ToolError):
+        with suppress(Exception):  # of a subclass with a method of its own
+            return str(error)
+    return f"{name} raised {error_text(error)}"
 
 
 def text_of(result: Any) -> str:

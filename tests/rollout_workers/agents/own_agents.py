@@ -1,5 +1,6 @@
 """Small agents, tools and environments of each shape that the tests of kinds play with."""
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -106,6 +107,48 @@ def exits() -> str:
     raise SystemExit(3)
 
 
+async def exits_later() -> str:
+    """End the process, from the event loop."""
+    raise SystemExit(3)
+
+
+async def is_interrupted() -> str:
+    """Raise what ends an event loop."""
+    raise KeyboardInterrupt
+
+
+async def cancels_itself() -> str:
+    """Raise what nobody asked for."""
+    raise asyncio.CancelledError
+
+
+class Unsaid(Exception):  # noqa: N818 - as its users see it
+    """Fails to say what it is."""
+
+    def __str__(self) -> str:
+        """Raise."""
+        raise ValueError("unsaid")
+
+
+class Unheard(BaseException):
+    """Is no Exception."""
+
+
+def is_unsaid() -> str:
+    """Raise an error that has no text."""
+    raise Unsaid
+
+
+def exits_unsaid() -> str:
+    """End the process with what has no text."""
+    raise SystemExit(Unsaid())
+
+
+def is_unheard() -> str:
+    """Raise what few catch."""
+    raise Unheard("no")
+
+
 def stops() -> str:
     """Raise what no future takes."""
     raise StopIteration
@@ -125,8 +168,6 @@ def sleeps(seconds: float) -> str:
 
 async def waits() -> str:
     """Never return."""
-    import asyncio
-
     await asyncio.Event().wait()
     return ""
 

@@ -20,7 +20,10 @@ from . import own_agents
 from .scripted_episodes import Said, ScriptedEpisode, a_task, in_turn, of_role
 
 UNREAD, BROKEN = "Error: the arguments of", "broken_arguments"
-NAMES = ("multiply", "where", "described", "fails", "exits", "stops", "hangs", "waits", "sleeps", "huge", "surrogate")
+NAMES = (
+    *("multiply", "where", "described", "fails", "exits", "exits_later", "exits_unsaid", "is_interrupted"),
+    *("cancels_itself", "is_unsaid", "is_unheard", "stops", "hangs", "waits", "sleeps", "huge", "surrogate"),
+)
 HERE = "tests.rollout_workers.agents.own_agents"
 
 
@@ -100,7 +103,13 @@ def test_two_tools_of_one_name_are_refused() -> None:
         ("described", {"text": "long"}, f"{UNREAD} described cannot be read: Expected `str` of length <= 3", BROKEN),
         ("fails", {"reason": "x" * 5000}, "Error: fails raised KeyError: 'xxx", "tool_errors"),
         ("exits", "", "Error: exits called sys.exit(3)", "tool_errors"),
-        ("stops", {}, "Error: stops raised StopIteration()", "tool_errors"),
+        ("exits_later", {}, "Error: exits_later called sys.exit(3)", "tool_errors"),
+        ("exits_unsaid", {}, "Error: exits_unsaid called sys.exit()", "tool_errors"),
+        ("is_interrupted", {}, "Error: is_interrupted raised KeyboardInterrupt", "tool_errors"),
+        ("cancels_itself", {}, "Error: cancels_itself raised CancelledError", "tool_errors"),
+        ("is_unsaid", {}, "Error: is_unsaid raised Unsaid", "tool_errors"),
+        ("is_unheard", {}, "Error: is_unheard raised Unheard: no", "tool_errors"),
+        ("stops", {}, "Error: stops raised StopIteration", "tool_errors"),
         ("hangs", {}, "Error: hangs ran past its deadline of 0.3 s", "tool_timeouts"),
         ("waits", {}, "Error: waits ran past its deadline of 0.3 s", "tool_timeouts"),
         ("sleeps", {"seconds": 30}, "Error: sleeps ran past its deadline of 0.3 s", "tool_timeouts"),
