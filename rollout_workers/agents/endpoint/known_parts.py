@@ -6,6 +6,9 @@ from typing import Any
 import msgspec
 
 LISTS = ("messages", "tools")
+MOST_BYTES = 1 << 20
+"""Of a longer request nothing is kept: it would stay in memory, beyond `bodies_bytes`, as long as its session, as JSON,
+decoded and read, for each of a worker's 1024 episodes. Few conversations are as long."""
 
 
 class JsonPart(dict[str, Any]):
@@ -15,7 +18,7 @@ class JsonPart(dict[str, Any]):
 
 
 class KnownParts:
-    """The parts of a session's last two requests, by their JSON."""
+    """The parts of a session's last two requests, by their JSON, where these are no longer than MOST_BYTES."""
 
     def __init__(self) -> None:
         self._newest: dict[tuple[str, bytes], JsonPart] = {}
@@ -25,10 +28,14 @@ class KnownParts:
         """Return the JSON object of a request. Raises msgspec.DecodeError, RecursionError or UnicodeDecodeError."""
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         self._before, self._newest = self._newest, {}
-        return {
-            name: self._list(name, value) if name in LISTS else msgspec.json.decode(value)
-            for name, value in fields.items()
-        }
+        try:
+            return {
+                name: self._list(name, value) if name in LISTS else msgspec.json.decode(value)
+                for name, value in fields.items()
+            }
+        finally:
+            if len(body) > MOST_BYTES:
+                self._newest = {}
 
     def _list(self, name: str, value: msgspec.Raw) -> Any:
         try:

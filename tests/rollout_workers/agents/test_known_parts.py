@@ -1,6 +1,7 @@
 """Requests whose parts are known already are read as any others."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 
 from headway.rollout_workers.agents.calls import CallRefusedError
 from headway.rollout_workers.agents.endpoint.dialect import Dialect
-from headway.rollout_workers.agents.endpoint.known_parts import KnownParts
+from headway.rollout_workers.agents.endpoint.known_parts import MOST_BYTES, KnownParts
 from headway.rollout_workers.agents.endpoint.native import Native
 from headway.rollout_workers.agents.endpoint.openai_chat import OpenAIChat
 
@@ -43,6 +44,18 @@ def test_what_was_read_is_not_read_again_unless_the_json_differs() -> None:
     first, again, changed = read(user)[0], read(user, user), read(other)[0]
     assert first is again[0] is again[1]
     assert changed["content"] == "other"
+
+
+@pytest.mark.parametrize("other", [b'{"a": 1}', b'{"a": "\\ud800"}'])
+def test_nothing_of_a_long_request_is_kept(other: bytes) -> None:
+    """Whether or not all of it can be read."""
+    known, user = KnownParts(), json.dumps(USER).encode()
+    with suppress(msgspec.DecodeError):
+        known.decoded(b'{"messages": [%b, %b]}%b' % (user, other, b" " * MOST_BYTES))
+    assert not known._newest
+    known.decoded(b'{"messages": [%b]}' % user)
+    assert len(known._newest) == 1
+    assert not known._before
 
 
 def test_a_part_that_was_refused_is_refused_again() -> None:
