@@ -8,11 +8,14 @@ A session's name is made of the key, the sample and the attempt that began the e
 stays the same where another worker takes the episode over: a client that repeats its call meanwhile goes on there, if
 that worker has the same address and key. If no call comes for a while, the task is offered again: whoever claims it
 begins anew under another name, with the recorded answers, and the calls of the silent agent are refused from then on.
+So are calls of a session that no worker has had for as long as an episode may last, such as one whose only turns were
+repeated ones: no record names it.
 """
 
 import asyncio
 import hmac
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,7 +37,9 @@ NAME_BYTES = 18
 SILENT_S = 120.0
 """An episode that was taken over is offered again if its agent does not call for so long."""
 REMEMBERED = 10_000
-"""Ended sessions that are told from those that may come back."""
+"""Ended sessions, and absent ones, that are told from those that may come back."""
+ABSENT_S = 3600.0
+"""A session is waited for so long, unless its run says otherwise."""
 
 
 class ExternalOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +59,9 @@ class ExternalAgents:
 
     resume = "replay"
 
-    def __init__(self, key: str = "") -> None:
-        """`key`: the secret of those who may ask for tasks; by default that of this process's environment."""
+    def __init__(self, key: str = "", absent_s: float = ABSENT_S) -> None:
+        """`key`: the secret of those who may ask for tasks; by default that of this process's environment. `absent_s`:
+        how long a session is waited for that no worker has."""
         self._key = key or os.environ.get(KEY, "")
         if len(self._key) < SHORTEST_KEY:
             raise ConfigError(
@@ -64,6 +70,9 @@ class ExternalAgents:
             )
         self._offers: deque[_Offer] = deque()
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
+        self._absent_s = absent_s
+        self._absent: dict[str, tuple[float, float]] = {}
+        """When sessions that are not here were first and last asked for, the latest last."""
         self._ends: dict[str, asyncio.Future[tuple[float | None, dict[str, float]]]] = {}
 
     def name_of(self, sample: str, attempt: str) -> str:
@@ -71,9 +80,18 @@ class ExternalAgents:
         whole = f"{sample} {attempt}".encode()
         return blake2b(whole, key=self._key.encode()[:64], digest_size=NAME_BYTES).hexdigest()
 
-    def has_ended(self, name: str) -> bool:
-        """Return whether a session has ended here, so that it never comes back."""
-        return name in self._ended
+    def may_come_back(self, name: str) -> bool:
+        """Return whether a session that is not here may come yet: it has not ended here, nor was it asked for in vain,
+        without a pause in which it may have been elsewhere, for too long."""
+        if name in self._ended:
+            return False
+        now = time.monotonic()
+        first, last = self._absent.pop(name, (now, now))
+        first = now if now - last > SILENT_S else first
+        self._absent[name] = first, now
+        if len(self._absent) > REMEMBERED:
+            del self._absent[next(iter(self._absent))]
+        return now - first < self._absent_s
 
     def claim(self, key: str) -> dict[str, Any] | None:
         """See Claims."""
@@ -104,6 +122,7 @@ class ExternalAgents:
         an episode that is resumed, whose agent may still live, to another agent, and returns the session's new name.
         Raises CallTimeoutError where an agent that has it does not end it in time."""
         names = [name]
+        self._absent.pop(name, None)
 
         def claim() -> str:
             if take_over is not None:

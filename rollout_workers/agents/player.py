@@ -97,7 +97,7 @@ class AgentPlayer:
         options = typed_options(config.format.options, AgentFormatOptions, "agent.format.options")
         chat_format = open_format(model, decoding.stop_token_ids, config.format.kind, options=options, roots=roots)
         settings = EndpointSettings(ignore_sampling=config.ignore_sampling, call_s=config.episode_s)
-        external = ExternalAgents() if config.kind == EXTERNAL else None
+        external = ExternalAgents(absent_s=config.episode_s) if config.kind == EXTERNAL else None
         sessions = OpenSessions(external)
         endpoint = await Endpoint.start(sessions, config.host, config.port, settings, external)
         try:
@@ -313,7 +313,7 @@ class OpenSessions:
         return self.open[name]
 
     def _may_come_back(self, name: str) -> bool:
-        return self._external is not None and not self._external.has_ended(name)
+        return self._external is not None and self._external.may_come_back(name)
 
 
 def _sample_name(sample: PlayedSample) -> str:

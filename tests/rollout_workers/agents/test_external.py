@@ -13,6 +13,7 @@ from headway.broker.errors import ConfigError
 from headway.broker.wire.rows import rows_of
 from headway.rollout_workers.agents import external
 from headway.rollout_workers.agents.endpoint.server import Endpoint
+from headway.rollout_workers.agents.episode import AgentTask
 from headway.rollout_workers.agents.external import ExternalAgents
 from headway.rollout_workers.agents.player import AgentPlayer, OpenSessions
 from headway.rollout_workers.config import AgentConfig
@@ -34,9 +35,9 @@ KEY = "the key of the gateway"
 LONG = 400
 
 
-async def gateway(port: int = 0) -> AgentPlayer:
+async def gateway(port: int = 0, absent_s: float = external.ABSENT_S) -> AgentPlayer:
     """Return a player whose agents come from outside."""
-    agents = ExternalAgents(KEY)
+    agents = ExternalAgents(KEY, absent_s)
     sessions = OpenSessions(agents)
     endpoint = await Endpoint.start(sessions, port=port, claims=agents)
     config = AgentConfig(kind="external")
@@ -181,6 +182,57 @@ async def test_another_agent_takes_an_episode_over_whose_agent_is_silent(
         check(learner, trajectory)
         roles = [one.call.role for one in trajectory.turns if one.call is not None]
         assert roles == ["main", "auxiliary", "main"], "the answer that only the silent agent had is not trained"
+
+
+class Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+async def test_a_session_that_no_worker_has_is_waited_for_no_longer_than_an_episode_lasts(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of an agent that has only repeated turns, which no record names, and whose worker was lost."""
+    clock = Clock()
+    monkeypatch.setattr(external, "time", clock)
+    player = await gateway(absent_s=300.0)
+    name = ExternalAgents(KEY).name_of("sample", "an attempt without a turn")
+    url = player._endpoint.url_of(name)
+
+    async def status() -> int:
+        async with client.post(f"{url}/chat/completions", json={"messages": []}) as response:
+            return response.status
+
+    found = []
+    for clock.now_s in (0.0, 100.0, 200.0, 300.0):
+        found.append(await status())
+    assert found == [503, 503, 503, 410]
+    await player.close()
+
+
+async def test_a_session_that_came_back_is_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(external, "time", clock)
+    monkeypatch.setattr(external, "REMEMBERED", 2)
+    agents = ExternalAgents(KEY, absent_s=10.0)
+    assert agents.may_come_back("a")
+    playing = asyncio.create_task(
+        agents.play(AgentTask(id="t", text="", messages=[]), "a", asyncio.Event(), deadline_s=600)
+    )
+    await asyncio.sleep(0)
+    playing.cancel()
+    await asyncio.wait([playing])
+    clock.now_s = 10.0
+    assert all(map(agents.may_come_back, ("a", "b", "c"))), "of more than are remembered, the first is forgotten"
+    clock.now_s = 20.0
+    assert not any(map(agents.may_come_back, ("b", "c")))
+    clock.now_s += 2 * external.SILENT_S
+    assert agents.may_come_back("b"), "meanwhile another gateway may have had it"
 
 
 async def test_tasks_are_for_those_who_have_the_key(client: aiohttp.ClientSession) -> None:
