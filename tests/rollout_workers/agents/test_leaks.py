@@ -14,15 +14,19 @@ import psutil
 import pytest
 
 from headway.broker.errors import HeadwayError
+from headway.broker.user_code.pool import Host
+from headway.rollout_workers.agents.hosted import AgentHosts
 
 from .leaking_agents import KINDS
-from .stage import MARK, Held, Stage, held, living, staged
+from .stage import MARK, MINUTES, Held, Stage, held, living, staged, until
 
 AT_ONCE = 24
 MOST_BYTES_PER_EPISODE = 1024
 """Growth of memory that is no leak of an episode's own things: its tokens alone are more in an hour of them."""
 SLACK_BYTES = 24 << 20
 """Growth that is none either, however many episodes there are: of allocators, and of pools that fill."""
+LOOK_S, CALM_LOOKS = 0.3, 6
+"""What ends by itself has ended once so many looks in a row, so far apart, find no less than the look before."""
 
 
 class Measured:
@@ -90,21 +94,45 @@ async def outcome(stage: Stage, number: int) -> str:
     return next((name for name in scored.components if name.startswith("agent/failed/")), "played")
 
 
-async def settled() -> Measured:
-    """Return what is held once all that ends by itself has ended: tasks, and connections of agents that have left."""
-    before, now = 1 << 30, 1 << 29
-    while now < before:
-        await asyncio.sleep(0.3)
-        before, now = now, sum(held())
+async def settled(stage: Stage) -> Measured:
+    """Return what is held once all that ends by itself has ended: calls that were given up, lost hosts, tasks, and
+    connections of agents that have left."""
+    await until(lambda: not (stage.player._sessions.open or any(host.calls or ending(host) for host in hosts(stage))))
+    before, calm = 1 << 30, 0
+    async with asyncio.timeout(MINUTES):
+        while calm < CALM_LOOKS:
+            await asyncio.sleep(LOOK_S)
+            now = sum(held()) + sum(map(descriptors, living()))
+            before, calm = now, calm + 1 if now >= before else 0
     return Measured()
+
+
+def descriptors(pid: int) -> int:
+    """Return how many a process has; 0 if it has ended meanwhile."""
+    try:
+        return psutil.Process(pid).num_fds()
+    except psutil.Error:
+        return 0
+
+
+def hosts(stage: Stage) -> list[Host]:
+    """Return those of the agents."""
+    assert isinstance(stage.player._agents, AgentHosts)
+    pool = stage.player._agents._pool
+    return [*pool._shared, pool._alone]
+
+
+def ending(host: Host) -> bool:
+    """Whether a call that was given up still runs in it."""
+    return host._process is not None and not host._process.is_lost and bool(host._process._abandoned)
 
 
 async def compare(stage: Stage, few: int, many: int) -> list[str]:
     """Play episodes; return what grew between `few` and `many`."""
     outcomes = await play(stage, range(few))
-    first = await settled()
+    first = await settled(stage)
     outcomes += await play(stage, range(few, many))
-    last = await settled()
+    last = await settled(stage)
     print(first.figures(), last.figures(), dict(outcomes), sep="\n")
     assert outcomes["played"] > many // 3
     assert min(outcomes[one] for one in ("given up", "no turn", "agent/failed/raised")) > many // KINDS // 2
