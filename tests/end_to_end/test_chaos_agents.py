@@ -34,21 +34,41 @@ EVENTFUL = 39
 and the server loses power."""
 
 
+PATIENCE = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Minutes of the trials, of which the next one follows where a busy machine has not shown everything yet."""
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("agents", ["hosted", "outside"])
-def test_a_short_trial_loses_no_turn(agents: str) -> None:
+def test_short_trials_lose_no_turn(agents: str) -> None:
+    """They end once everything has happened that is to cost nothing."""
+    wanted = {"kill learner", "kill server", "kill worker", {"hosted": "kill host", "outside": "kill agents"}[agents]}
+    wanted |= {"power_losses", "several turns", "episodes_resumed", "tokens_saved", "tool_calls", "several attempts"}
+    seen, left = set[str](), list(PATIENCE)
+    while not seen >= wanted and left:
+        seen |= seen_in_a_trial(agents, left.pop(0))
+    assert seen >= wanted
+
+
+def seen_in_a_trial(agents: str, minutes: float) -> set[str]:
+    """Return what has happened in a trial that loses nothing."""
     command = [sys.executable, "-m", "benchmarks.chaos", "--agents", agents, "--seed", str(EVENTFUL)]
-    command += ["--minutes", "0.25"]
+    command += ["--minutes", str(minutes)]
     trial = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
     assert trial.returncode == 0, trial.stdout + trial.stderr
     outcome = json.loads(trial.stdout.splitlines()[-1])
+    episodes = outcome["episodes"]
     assert outcome.items() >= dict.fromkeys(MUST_BE_ZERO, 0).items()
-    assert outcome["episodes"].items() >= CLEAN.items()
-    assert outcome["kills"].keys() >= {"learner", "server", "worker", {"hosted": "host", "outside": "agents"}[agents]}
-    assert outcome["power_losses"]
-    assert outcome["episodes"]["turns"] > outcome["tasks"]
-    assert min(outcome["episodes"][name] for name in ("episodes_resumed", "tokens_saved", "tool_calls")) > 0
-    assert outcome["episodes"]["attempts_per_episode"] > 1
+    assert episodes.items() >= CLEAN.items()
+    happened = {f"kill {role}": times for role, times in outcome["kills"].items()}
+    happened |= {name: episodes[name] for name in ("episodes_resumed", "tokens_saved", "tool_calls")}
+    happened |= {
+        "power_losses": outcome["power_losses"],
+        "several turns": episodes["turns"] > outcome["tasks"],
+        "several attempts": episodes["attempts_per_episode"] > 1,
+    }
+    return {name for name, times in happened.items() if times}
 
 
 def test_what_one_attempt_was_answered_is_what_is_trained(tmp_path: Path) -> None:
