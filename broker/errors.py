@@ -102,6 +102,10 @@ class UserCodeError(HeadwayError):
     exit_code = LASTING_EXIT
 
 
+class CallDeadlineError(UserCodeError):
+    """A call of the user's own code, or of a server that it uses, ran past its deadline. What it ran in lives."""
+
+
 class WeightSyncError(HeadwayError):
     """A transfer failed, or an engine does not hold the weights that it should; the engine keeps its old version."""
 

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from headway.broker.errors import ConfigError, UserCodeError
+from headway.broker.errors import CallDeadlineError, ConfigError, UserCodeError
 
 from .host import CANCEL, LENGTH, MAX_FRAME_BYTES, Call, CallAnswer, Program, frame
 from .leftovers import kill_marked
@@ -40,10 +40,6 @@ END_S = 5.0
 
 class HostLostError(UserCodeError):
     """The host was killed, or ended by itself, during this call, which may or may not be at fault."""
-
-
-class CallTimeoutError(UserCodeError):
-    """The call ran past its deadline, and was cancelled; its process lives."""
 
 
 class RefusedError(UserCodeError):
@@ -98,8 +94,8 @@ class HostProcess:
 
     async def call(self, method: str, arguments: list[Any], deadline_s: float, grace_s: float = 0.0) -> Any:
         """Returns the method's result. Raises UserCodeError where the method raises, HostLostError where the process
-        ends meanwhile. Past the deadline it is killed; with `grace_s` the call is cancelled first, and CallTimeoutError
-        raised if it ends within so many seconds."""
+        ends meanwhile. Past the deadline it is killed; with `grace_s` the call is cancelled first, and raises
+        CallDeadlineError if it ends within so many seconds."""
         number = next(self._numbers)
         answered = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -109,7 +105,7 @@ class HostProcess:
         except TimeoutError:
             past = f"ran past its deadline of {deadline_s:g} s"
             if grace_s and await self._ends_when_cancelled(number, answered, grace_s):
-                raise CallTimeoutError(past) from None
+                raise CallDeadlineError(past) from None
             await self.lose(past)
             raise HostLostError(self._end) from None
         except asyncio.CancelledError:

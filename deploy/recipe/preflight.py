@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
-from headway.broker.errors import ConfigError, HeadwayError, UserCodeError
+from headway.broker.errors import CallDeadlineError, ConfigError, HeadwayError, UserCodeError
 from headway.broker.installation import cache_directory, version_of
 from headway.broker.schema import Prompt
 from headway.broker.user_code.host import Program
 from headway.broker.user_code.import_paths import ImportRoots, definition, import_directory
-from headway.broker.user_code.pool import CallTimeoutError, Host, HostLostError
+from headway.broker.user_code.pool import Host, HostLostError
 from headway.learner.backends import check_installed as check_backend_installed
 from headway.learner.config import ModelConfig
 from headway.learner.data.examples import open_examples
@@ -390,7 +390,7 @@ async def _asked_format(recipe: Recipe) -> str:
         return ""
     try:
         return await _asked(recipe, "lacks_format", [config.kind, dict(config.options)])
-    except (CallTimeoutError, HostLostError):  # on a machine that is very busy; workers check it anyway
+    except (CallDeadlineError, HostLostError):  # on a machine that is very busy; workers check it anyway
         return ""
     except UserCodeError as error:
         return f"agent.format.kind={config.kind} cannot be opened: {error}"

@@ -24,8 +24,7 @@ from typing import Any
 
 import msgspec
 
-from headway.broker.errors import ConfigError
-from headway.broker.user_code.pool import CallTimeoutError
+from headway.broker.errors import CallDeadlineError, ConfigError
 
 from .calls import CallRefusedError
 from .episode import AgentTask
@@ -120,7 +119,7 @@ class ExternalAgents:
     ) -> tuple[float | None, dict[str, float], list[str]]:
         """Offer an episode, and return its outcome. `called` is set by the first call of its session. `take_over` gives
         an episode that is resumed, whose agent may still live, to another agent, and returns the session's new name.
-        Raises CallTimeoutError where an agent that has it does not end it in time."""
+        Raises CallDeadlineError where an agent that has it does not end it in time."""
         names = [name]
         self._absent.pop(name, None)
 
@@ -139,7 +138,7 @@ class ExternalAgents:
             self._ended.append(names[-1])  # one that is handed back comes back under its name
         except TimeoutError:
             self._ended.append(names[-1])
-            raise CallTimeoutError(f"was not ended by its agent within its deadline of {deadline_s:g} s") from None
+            raise CallDeadlineError(f"was not ended by its agent within its deadline of {deadline_s:g} s") from None
         finally:
             del self._ends[name]
         return reward, measures, []

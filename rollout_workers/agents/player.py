@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from headway.broker.errors import UserCodeError
+from headway.broker.errors import CallDeadlineError, UserCodeError
 from headway.broker.schema import Prompt, Segment
 from headway.broker.schema.agent_measures import PREFIX, is_reserved
 from headway.broker.schema.status import AgentInfo
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.broker.user_code.kinds import typed_options
-from headway.broker.user_code.pool import CallTimeoutError, HostLostError
+from headway.broker.user_code.pool import HostLostError
 from headway.broker.wire.rows import is_of_agent
 from headway.rollout_workers.config import AgentConfig
 from headway.rollout_workers.decoding import Decoding
@@ -337,6 +337,6 @@ def _task(sample: PlayedSample) -> AgentTask:
 
 def _reason(error: UserCodeError) -> str:
     """Return a word for why an agent failed."""
-    if isinstance(error, CallTimeoutError):
+    if isinstance(error, CallDeadlineError):
         return "timeout"
     return "lost" if isinstance(error, HostLostError) else "raised"

@@ -32,7 +32,6 @@ from headway.broker.user_code.kinds import typed_options, unknown_kind
 from headway.rollout_workers.agents.episode import Agent, Resume
 from headway.rollout_workers.agents.external import EXTERNAL, ExternalOptions
 from headway.rollout_workers.agents.tasks import TASKS, task_parts
-from headway.rollout_workers.agents.tools.threads import CallDeadlineError
 
 from .base import ShapeError, check_program
 
@@ -145,7 +144,6 @@ def _parts(kind: str, where: str) -> tuple[type[msgspec.Struct], Any]:
 __all__ = [
     "KINDS",
     "Agent",
-    "CallDeadlineError",
     "Resume",
     "ShapeError",
     "check_agent",

@@ -13,12 +13,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.errors import CallDeadlineError, ConfigError, HeadwayError
 from headway.broker.installation import check_extra
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Tool, begin
 from headway.rollout_workers.agents.episode import Agent, AgentEpisode, AgentTask, Outcome, Resume
-from headway.rollout_workers.agents.tools.threads import CallDeadlineError
 from headway.rollout_workers.agents.tools.toolbox import (
     ArgumentsError,
     Count,

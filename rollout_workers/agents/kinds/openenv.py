@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.errors import CallDeadlineError, ConfigError, HeadwayError
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message, begin
 from headway.rollout_workers.agents.episode import Agent, AgentAnswer, AgentEpisode, AgentTask, Outcome, Resume
-from headway.rollout_workers.agents.tools.threads import CallDeadlineError, uncancelled
+from headway.rollout_workers.agents.tools.threads import uncancelled
 from headway.rollout_workers.agents.tools.toolbox import Count, Seconds
 
 from .base import ShapeError, finite, outcome, truth

@@ -9,17 +9,13 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
-from headway.broker.errors import HeadwayError
+from headway.broker.errors import CallDeadlineError
 
 CLOSE_S = 10.0
 """What an episode held may take so long to be freed, before its thread is interrupted, and again after it."""
 
 INTERRUPT_POLLS = 10
 """A function that is interrupted is waited for so many hundredths of a second."""
-
-
-class CallDeadlineError(HeadwayError):
-    """A call of the user's own code, or of a server, ran past its deadline."""
 
 
 class ExitedError(Exception):

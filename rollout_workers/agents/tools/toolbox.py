@@ -8,11 +8,12 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta
 
+from headway.broker.errors import CallDeadlineError
 from headway.broker.user_code.kinds import did_you_mean
 from headway.rollout_workers.agents.conversation import Message, Tool, ToolCall
 from headway.rollout_workers.agents.episode import AgentEpisode
 
-from .threads import CallDeadlineError, ExitedError, error_text
+from .threads import ExitedError, error_text
 
 Seconds = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]

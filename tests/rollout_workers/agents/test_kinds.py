@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from headway.broker.errors import ConfigError, HeadwayError
+from headway.broker.errors import CallDeadlineError, ConfigError, HeadwayError
 from headway.broker.schema.agent_measures import is_reserved
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.episode import Outcome
 from headway.rollout_workers.agents.kinds import (
     KINDS,
     Agent,
-    CallDeadlineError,
     ShapeError,
     check_agent,
     check_named,

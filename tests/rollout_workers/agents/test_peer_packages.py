@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from headway.broker.errors import ConfigError
+from headway.broker.errors import CallDeadlineError, ConfigError
 from headway.broker.installation import is_installed
 from headway.broker.schema.agent_measures import is_reserved
 from headway.broker.user_code.import_paths import ImportRoots
 from headway.rollout_workers.agents.conversation import Message
 from headway.rollout_workers.agents.episode import Outcome
-from headway.rollout_workers.agents.kinds import Agent, CallDeadlineError, open_agent
+from headway.rollout_workers.agents.kinds import Agent, open_agent
 from headway.rollout_workers.agents.kinds.mcp import ServerFailedError
 from headway.rollout_workers.agents.kinds.openenv import EnvironmentServerError
 

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from headway.broker.errors import ConfigError
+from headway.broker.errors import CallDeadlineError, ConfigError
 from headway.broker.user_code.import_paths import ImportRoots
-from headway.rollout_workers.agents.kinds import Agent, CallDeadlineError, open_agent
+from headway.rollout_workers.agents.kinds import Agent, open_agent
 from headway.rollout_workers.agents.tools.threads import EpisodeThread
 from headway.rollout_workers.agents.tools.typed_functions import TypedFunction
 
