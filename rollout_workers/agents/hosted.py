@@ -22,12 +22,14 @@ from headway.rollout_workers.rewards.functions import measures, number
 
 from .client import EndpointClient
 from .episode import AgentEpisode, AgentTask
+from .tools.threads import FREE_S
 
 EPISODES = 1024
 """Episodes that one process plays at once."""
 
-CLOSE_S = 20.0
-"""Agents and their environments may take so long to end, before their processes are killed."""
+AGENTS_CLOSE_S = 2 * FREE_S
+"""Agents and their environments may take so long to end, before their processes are killed: what an episode's thread
+holds is given its time twice."""
 
 Played = tuple[float | None, dict[str, float], list[str]]
 """What an agent returned: its reward, its measures, and the names of those that are left out."""
@@ -84,8 +86,8 @@ class AgentHosts:
         return reward, kept, left_out
 
     async def close(self) -> None:
-        """Have the agents free what they hold, and kill their processes, of which none has longer than CLOSE_S."""
-        await self._pool.close("close", CLOSE_S)
+        """Have the agents free what they hold, for AGENTS_CLOSE_S at most, and kill their processes."""
+        await self._pool.close("close", AGENTS_CLOSE_S)
 
 
 class HostedAgent:

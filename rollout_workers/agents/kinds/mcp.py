@@ -185,7 +185,7 @@ class _Sessions:
     async def __aexit__(self, *raised: object) -> None:
         for task, closing in self._tasks:
             closing.set()
-            _, late = await asyncio.wait([task], timeout=CLOSE_S)
+            _, late = await asyncio.wait([task], timeout=SESSION_CLOSE_S)
             if late:
                 task.cancel()
         if self._tasks:
@@ -195,7 +195,7 @@ class _Sessions:
                 task.exception()  # the episode has its outcome
 
 
-CLOSE_S = 10.0
+SESSION_CLOSE_S = 10.0
 """A session that takes longer to close is cut off."""
 
 

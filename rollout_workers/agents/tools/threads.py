@@ -11,7 +11,7 @@ from typing import Any
 
 from headway.broker.errors import CallDeadlineError
 
-CLOSE_S = 10.0
+FREE_S = 10.0
 """What an episode held may take so long to be freed, before its thread is interrupted, and again after it."""
 
 INTERRUPT_POLLS = 10
@@ -154,10 +154,10 @@ class EpisodeThread:
         if callable(closing):
             with suppress(Exception, SystemExit):
                 try:
-                    await self.call(closing, deadline_s=CLOSE_S)
+                    await self.call(closing, deadline_s=FREE_S)
                 except CallDeadlineError:
                     if self._worker is None:  # its thread was left to what hangs
-                        await self.call(closing, deadline_s=CLOSE_S)
+                        await self.call(closing, deadline_s=FREE_S)
         if self._worker is not None:
             if self._last is not None and not self._last.has_ended.is_set():
                 self._worker.interrupt()

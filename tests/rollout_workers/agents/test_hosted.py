@@ -74,7 +74,7 @@ async def test_agents_free_what_they_hold_before_their_process_ends(tmp_path: Pa
 
 
 async def test_an_agent_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosted, "CLOSE_S", 0.5)
+    monkeypatch.setattr(hosted, "AGENTS_CLOSE_S", 0.5)
     hosts = await opened("Held", directory=str(tmp_path), hangs=True)
     playing = asyncio.ensure_future(play(hosts))
     await until(lambda: (tmp_path / "begun").exists())
