@@ -124,10 +124,13 @@ def sample_without_broker(sample: Any) -> Any:
     """Return a sample whose turns are kept nowhere."""
     from dataclasses import replace
 
-    async def nothing(*_: object) -> list[str]:
+    async def kept() -> bool:
+        return True
+
+    async def intended(_: object) -> list[str]:
         return []
 
-    return replace(sample, keep=nothing, intend=nothing)
+    return replace(sample, keep=kept, intend=intended)
 
 
 def serve(told: object) -> None:

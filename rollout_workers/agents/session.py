@@ -414,9 +414,11 @@ class EpisodeSession:
         return number
 
     async def _keep(self, number: int) -> None:
-        """Return once a turn is durable, and may be trained."""
+        """Return once a turn is durable, and may be trained. Where another worker has the lease, no answer is told."""
         async with self._keeping:
-            await self._sample.keep()
+            if not await self._sample.keep():
+                self.end()
+                self._check_open()
         self._recorder.take_back(number)
 
     def _note_turn(self, call: ChatCall, context: _Context, turn: Recorder, number: int) -> None:

@@ -88,8 +88,9 @@ class ScoredTurn(NamedTuple):
     """Token ids that the model reads next; empty if the episode has ended."""
 
 
-async def _keep_nothing() -> None:
+async def _keep_nothing() -> bool:
     """Keep nothing: no worker would continue the sample."""
+    return True
 
 
 async def _intend_nothing(_: Sequence[str]) -> list[str]:
@@ -111,8 +112,8 @@ class PlayedSample:
     generate: Callable[[GenerationRequest, Recorder], Awaitable[None]]
     """Records one turn to its end."""
     max_model_len: int
-    keep: Callable[[], Awaitable[None]] = _keep_nothing
-    """Returns once all that is recorded is durable, or this worker's lease is lost."""
+    keep: Callable[[], Awaitable[bool]] = _keep_nothing
+    """Returns once all that is recorded is durable; False if this worker's lease is lost."""
     intend: Callable[[Sequence[str]], Awaitable[Sequence[str] | None]] = _intend_nothing
     """Takes the digests of the calls that run, and returns once they are durable, with those that ran when another
     worker began its last one; None if this worker's lease is lost."""

@@ -255,6 +255,7 @@ class SegmentLog:
         self._sending: asyncio.Task[None] | None = None
         self._last_s = time.monotonic()
         self._is_off = not (self._tokens or self._seconds)
+        self._is_lost = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -283,11 +284,13 @@ class SegmentLog:
         while self._has_more() and await self._send():
             pass
 
-    async def keep_all(self) -> None:
-        """Return once all recorded tokens are appended, or the lease is lost. It waits while the broker is away."""
+    async def keep_all(self) -> bool:
+        """Return once all recorded tokens are appended, and False if the lease is lost. It waits while the broker is
+        away."""
         while self._has_more():
             if not await self._send() and self._sent is not None:
                 await asyncio.sleep(RETRY_S)
+        return not self._is_lost
 
     def _is_due(self) -> bool:
         waited_s = time.monotonic() - self._last_s
@@ -318,7 +321,7 @@ class SegmentLog:
             case AppendOutcome.OUT_OF_ORDER:
                 self._follow(reply.expected, segment)
             case AppendOutcome.FENCED:
-                self._is_off = True
+                self._is_off = self._is_lost = True
         return not self._is_off
 
     def _follow(self, expected: int, segment: Segment) -> None:

@@ -85,7 +85,7 @@ class Attempt:
         config: AgentConfig | None = None,
         most_tokens: int = 1000,
         max_model_len: int = 2000,
-        keep: Callable[[], Awaitable[None]] | None = None,
+        keep: Callable[[], Awaitable[bool]] | None = None,
         chat_format: ChatFormat | None = None,
         vocabulary: int = 1000,
         end: Callable[[float | None, dict[str, float]], None] | None = None,
@@ -128,9 +128,10 @@ class Attempt:
         self.intended.append((calls, len(self._engine.asked)))
         return self.left
 
-    async def _keep(self) -> None:
+    async def _keep(self) -> bool:
         self.segments.append(self.recorder.segment(TID, len(self.segments), self._kept))
         self._kept = len(self.recorder.tokens)
+        return True
 
 
 def user(text: str, *before: Message) -> ChatCall:

@@ -175,9 +175,9 @@ async def test_a_client_that_went_away_gets_the_answer_when_it_comes_back() -> N
 async def test_an_answer_is_kept_before_it_is_told() -> None:
     is_kept, may_keep = asyncio.Event(), asyncio.Event()
 
-    async def keep() -> None:
+    async def keep() -> bool:
         is_kept.set()
-        await may_keep.wait()
+        return await may_keep.wait()
 
     attempt = Attempt(Engine("one"), keep=keep)
     answering = asyncio.create_task(attempt.session.chat(user("hi")))
@@ -207,6 +207,17 @@ async def test_a_call_of_an_attempt_that_lost_its_lease_is_not_sampled() -> None
         with pytest.raises(SessionEndedError):
             await attempt.session.chat(user("hi"))
     assert not engine.asked
+
+
+async def test_an_answer_of_an_attempt_that_lost_its_lease_is_not_told() -> None:
+    async def keep() -> bool:
+        return False
+
+    attempt = Attempt(Engine(), keep=keep)
+    with pytest.raises(SessionEndedError):
+        await attempt.session.chat(user("hi"))
+    attempt.session.settle()
+    assert attempt.recorder.newest_main() is None
 
 
 async def test_calls_that_were_lost_with_their_worker_are_counted() -> None:
@@ -268,7 +279,7 @@ async def test_parallel_calls_share_turns_and_tokens() -> None:
 async def test_an_outage_of_the_broker_is_no_timeout_of_the_model() -> None:
     may_keep = asyncio.Event()
     config = AgentConfig(kind="test", turn_s=0.05)
-    attempt = Attempt(Engine("one"), config=config, keep=may_keep.wait)  # type: ignore[arg-type]
+    attempt = Attempt(Engine("one"), config=config, keep=may_keep.wait)
     answering = asyncio.create_task(attempt.session.chat(user("hi")))
     await asyncio.sleep(0.2)
     again = asyncio.create_task(attempt.session.chat(user("hi")))
@@ -314,9 +325,9 @@ async def test_an_agent_that_cannot_repeat_its_turns_gets_new_answers() -> None:
 async def test_a_turn_whose_call_was_given_up_before_it_was_durable_is_not_trained(is_run_again: bool) -> None:
     keeping, may_keep = asyncio.Event(), asyncio.Event()
 
-    async def keep() -> None:
+    async def keep() -> bool:
         keeping.set()
-        await may_keep.wait()
+        return await may_keep.wait()
 
     may_keep.set()
     attempt = Attempt(Engine("one", "two", "three"), keep=keep)
@@ -503,12 +514,13 @@ async def test_a_call_that_asks_the_same_has_no_answer_that_goes_to_another_one(
     engine = Engine("one", "two")
     kept: list[asyncio.Task[object]] = []
 
-    async def keep() -> None:
+    async def keep() -> bool:
         """As a turn becomes durable, the same call comes in: before the first one's caller is woken."""
         if not kept:
             loop = asyncio.get_running_loop()
             loop.call_soon(lambda: kept.append(asyncio.create_task(attempt.session.chat(user("hi")))))
             kept.append(loop.create_task(asyncio.sleep(0)))
+        return True
 
     attempt = Attempt(engine, keep=keep)
     answer = await attempt.session.chat(user("hi"))
@@ -522,9 +534,9 @@ async def test_a_call_that_asks_the_same_has_no_answer_that_goes_to_another_one(
 async def test_a_turn_that_becomes_durable_takes_its_tokens_once() -> None:
     may_keep, is_kept = asyncio.Event(), asyncio.Event()
 
-    async def keep() -> None:
+    async def keep() -> bool:
         is_kept.set()
-        await may_keep.wait()
+        return await may_keep.wait()
 
     attempt = Attempt(Engine("x" * 19, "y" * 50), most_tokens=60, keep=keep)
     first = asyncio.create_task(attempt.session.chat(replace(user("a"), max_tokens=20)))
