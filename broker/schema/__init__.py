@@ -74,6 +74,8 @@ class AgentCall(msgspec.Struct, frozen=True, array_like=True):
     """Seconds between the answer before and this call: of tools, and of the agent itself."""
     sampled_s: float = 0.0
     """Seconds from the call to its answer."""
+    unseen: tuple[int, ...] = ()
+    """Turns before this one that an agent from outside did not have when the model answered this call."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):

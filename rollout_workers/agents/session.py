@@ -240,9 +240,7 @@ class EpisodeSession:
     def settle(self) -> None:
         """Note that the agent has ended: turns that it did not see are not trained. Idempotent."""
         self.end()
-        unseen = set(self._unseen)
-        if self._lives_on:
-            unseen -= self._had()
+        unseen = self._left_out()
         if unseen:
             self.counts["unseen_turns"] += len(unseen)
             self._recorder.drop(unseen)
@@ -253,14 +251,17 @@ class EpisodeSession:
         """Whether the agent is from outside, and the one that an earlier worker had: it need not repeat its calls."""
         return self._finish is not None and not self._is_run_again and self._recorder.resumed > 0
 
-    def _had(self) -> set[int]:
-        """Return the turns of earlier workers that an agent which lives on has: those that others go on from, and, if
-        it asked for no other since, the last one."""
+    def _left_out(self) -> set[int]:
+        """Return the turns that the agent does not have."""
+        if not self._lives_on:
+            return set(self._unseen)
         turns, resumed = self._recorder.turns, self._recorder.resumed
         calls = [turn.call for turn in turns if turn.call is not None]
-        had = {call.after for call in calls if call.keeps == self._recorder.row_length(call.after)}
-        main = [number for number in range(resumed) if calls[number].role == "main"]
-        return had | set(main[-1:] if len(turns) == resumed else ())
+        had = set(range(resumed - 1)) - set(calls[resumed - 1].unseen)
+        had |= {call.after for call in calls if call.keeps == self._recorder.row_length(call.after)}
+        if len(turns) == resumed and self._is_over:  # it has asked for nothing since
+            had.add(resumed - 1)
+        return self._unseen - had
 
     def _check_open(self) -> None:
         if self._is_over:
@@ -408,6 +409,7 @@ class EpisodeSession:
             tool_calls=len(parsed.tool_calls),
             waited_s=waited_s,
             sampled_s=sampled_s,
+            unseen=() if self._finish is None else tuple(sorted(self._left_out())),
         )
         number = self._recorder.add_turn(context.read, turn, made)
         self._recorder.drop({number})  # a call that is cancelled before it is durable is not answered

@@ -570,6 +570,20 @@ async def test_a_living_agent_is_not_trained_on_a_turn_that_it_gave_up() -> None
     assert rows(heir) == [("<u>hi<a>", "one$<u>!<a>other$")]
 
 
+async def test_a_living_agent_is_trained_on_what_it_asked_beside_its_conversation() -> None:
+    first = Attempt(Engine("aside", "one"), end=lambda reward, measures: None)
+    await first.session.chat(user("beside"))
+    call = user("hi")
+    answer = await first.session.chat(call)
+    heir = handed_on(first, Engine("two"))
+    second = ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"}))
+    last = await heir.session.chat(second)
+    third = handed_on(heir, Engine("three"))
+    await third.session.chat(ChatCall(messages=said(second, last.message, {"role": "user", "content": "!"})))
+    wanted = [("<u>beside<a>", "aside$"), ("<u>hi<a>", "one$<u>?<a>two$<u>!<a>three$")]
+    assert [rows(third), rows(heir)] == [wanted, [wanted[0], ("<u>hi<a>", "one$<u>?<a>two$")]]
+
+
 async def test_a_title_that_a_living_agent_asks_for_first_at_another_worker_is_not_trained() -> None:
     system: list[Message] = [{"role": "system", "content": "play"}]
     first = Attempt(Engine("one"), end=lambda reward, measures: None)
