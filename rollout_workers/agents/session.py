@@ -252,15 +252,14 @@ class EpisodeSession:
         return self._finish is not None and not self._is_run_again and self._recorder.resumed > 0
 
     def _left_out(self) -> set[int]:
-        """Return the turns that the agent does not have."""
+        """Return the turns that the agent does not have. One that lives on has the last answer of the worker before,
+        unless it asks for it again: no record says of that one alone whether its client had given it up."""
         if not self._lives_on:
             return set(self._unseen)
-        turns, resumed = self._recorder.turns, self._recorder.resumed
-        calls = [turn.call for turn in turns if turn.call is not None]
-        had = set(range(resumed - 1)) - set(calls[resumed - 1].unseen)
+        calls = [turn.call for turn in self._recorder.turns if turn.call is not None]
+        resumed = self._recorder.resumed
+        had = set(range(resumed)) - set(calls[resumed - 1].unseen)
         had |= {call.after for call in calls if call.keeps == self._recorder.row_length(call.after)}
-        if len(turns) == resumed and self._is_over:  # it has asked for nothing since
-            had.add(resumed - 1)
         return self._unseen - had
 
     def _check_open(self) -> None:

@@ -561,19 +561,24 @@ async def test_a_living_agent_is_trained_on_turns_that_it_had_when_its_worker_wa
 
 
 async def test_a_living_agent_is_not_trained_on_a_turn_that_it_gave_up() -> None:
-    first = Attempt(Engine("one", "never told"), end=lambda reward, measures: None)
+    first = Attempt(Engine("one", "never told", "two"), end=lambda reward, measures: None)
     call = user("hi")
     answer = await first.session.chat(call)
-    await first.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"})))
-    heir = handed_on(first, Engine("other"))
-    await heir.session.chat(ChatCall(messages=said(call, answer.message, {"role": "user", "content": "!"})))
-    assert rows(heir) == [("<u>hi<a>", "one$<u>!<a>other$")]
+
+    def second(text: str) -> ChatCall:
+        return ChatCall(messages=said(call, answer.message, {"role": "user", "content": text}))
+
+    first.session.note_lost(await first.session.chat(second("?")))
+    last = await first.session.chat(second("!"))
+    heir = handed_on(first, Engine("three"))
+    await heir.session.chat(ChatCall(messages=said(second("!"), last.message, {"role": "user", "content": "+"})))
+    assert rows(heir) == [("<u>hi<a>", "one$<u>!<a>two$<u>+<a>three$")]
 
 
 async def test_a_living_agent_is_trained_on_what_it_asked_beside_its_conversation() -> None:
-    first = Attempt(Engine("aside", "one"), end=lambda reward, measures: None)
-    await first.session.chat(user("beside"))
-    call = user("hi")
+    before = Attempt(Engine("aside"), end=lambda reward, measures: None)
+    await before.session.chat(user("beside"))
+    call, first = user("hi"), handed_on(before, Engine("one"))
     answer = await first.session.chat(call)
     heir = handed_on(first, Engine("two"))
     second = ChatCall(messages=said(call, answer.message, {"role": "user", "content": "?"}))
