@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import uvloop
@@ -101,6 +102,10 @@ async def open_broker(url: str, run: str, *, timeout_s: float = ANSWER_S, sessio
     return broker
 
 
+_CLOSE_S = 2.0
+"""Seconds for an event loop to close; one that does not is left behind."""
+
+
 class BlockingBroker:
     """A broker for code that is not asynchronous: coroutines run on an event loop in a thread of its own."""
 
@@ -147,7 +152,14 @@ class BlockingBroker:
         asyncio.run_coroutine_threadsafe(_end_the_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
+        # With a connection that a cancelled task was about to get, uvloop raises here, or waits for ever.
+        closing = threading.Thread(target=self._close_loop, name="broker", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _close_loop(self) -> None:
+        with suppress(OSError):
+            self._loop.close()
 
 
 async def _end_the_others() -> None:

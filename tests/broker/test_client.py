@@ -313,3 +313,21 @@ def test_the_blocking_facade(url: str, run_name: str) -> None:
     blocking.close()
     with pytest.raises(BrokerUnavailableError):
         BlockingBroker("unix:///nowhere/at/all.sock", run_name, timeout_s=0.1)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:unclosed resource:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_a_client_closes_though_a_connection_of_it_is_left(server: EmbeddedServer, run_name: str) -> None:
+    blocking = BlockingBroker(server.url, run_name)
+    path = server.url.removeprefix("unix://").partition("?")[0].rpartition("@")[2]
+
+    async def connect() -> object:
+        return await asyncio.get_running_loop().create_unix_connection(asyncio.Protocol, path)
+
+    left = blocking.call(connect())
+    closing = threading.Thread(target=blocking.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert left
