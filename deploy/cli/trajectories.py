@@ -11,10 +11,10 @@ from headway.deploy.printing import say, say_json
 @click.argument("run")
 @click.option(
     "--as",
-    "layout",
     type=click.Choice(["openenv"]),
     default="openenv",
     show_default=True,
+    expose_value=False,  # there is one
     help="openenv: each line is an OpenEnv TrainingTrace, one episode of an agent.",
 )
 @click.option(
@@ -23,7 +23,7 @@ from headway.deploy.printing import say, say_json
 @click.option("--from", "first_step", type=click.IntRange(min=0), default=0, show_default=True, help="The first step.")
 @click.option("--steps", type=click.IntRange(min=1), help="Export so many steps.  [default: all that were logged]")
 @click.option("--json", "as_json", is_flag=True, help="With --out: what was written, as one JSON object.")
-def trajectories(run: str, layout: str, out: Path | None, first_step: int, steps: int | None, as_json: bool) -> None:
+def trajectories(run: str, out: Path | None, first_step: int, steps: int | None, as_json: bool) -> None:
     """Write the trajectories that RUN's learner took, from its experience log.
 
     RUN is a name below ./runs or a directory; it may be running. Each turn has the tokens that the model read and
@@ -34,7 +34,6 @@ def trajectories(run: str, layout: str, out: Path | None, first_step: int, steps
     from headway.deploy.run.openenv_traces import logged_traces, write_traces
     from headway.deploy.run.run_directory import EXPERIENCE, find_run
 
-    assert layout == "openenv"
     log = find_run(run) / EXPERIENCE
     if out is None:
         for trace in logged_traces(log, first_step, steps):
